@@ -22,7 +22,7 @@ from benchmarks.figures import figure, shown, table
 from benchmarks.traces import GROUP
 from tests.engine.scheduling import CHUNK, KEY_BYTES, Request, Scheduling, chunks
 from xinference_xavier.engine.keys import Group, Layout
-from xinference_xavier.pool.sweep import flush
+from xinference_xavier.pool.pool import flush
 
 CHUNKS = 1000
 PEERS = (1, 32, 200, 1000)

@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import xoscar as xo
+from hypothesis import settings
 
 from examples.make_model import make_model
 from tests.api_process import ApiProcess
 from tests.pair import Pair
 from tests.replica_process import TrackerProcess, replicas
 from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
+
+# No example has a time limit.
+settings.register_profile("xavier", deadline=None)
+settings.load_profile("xavier")
 
 E2E = Path(__file__).parent / "e2e"
 ENGINES = {E2E, *(Path(__file__).parent / name for name in ("models", "benchmarks", "chaos"))}

@@ -98,7 +98,7 @@ MUTATIONS = (
         "return check_tenant(given if supplied is None else supplied.value)",
         "return check_tenant(given or (supplied.value if supplied else None))",
         "a client that writes another tenant's salt gets that tenant's prefixes",
-        ("tests/serving/test_prefix_routes.py",),
+        ("tests/serving/test_prefixes.py",),
     ),
     Mutation(
         "replica/namespace.py",
@@ -118,7 +118,7 @@ MUTATIONS = (
     # -- rollback ------------------------------------------------------------------------------
     Mutation(
         "replica/peer_tier.py",
-        "        for row in rows:\n            self._pool.abort(row)\n        return None",
+        "        for row in rows:\n            self.pool.abort(row)\n        return None",
         "        return None",
         "while the background thread is behind, fetches leave their slots filling for ever",
         ("tests/replica/test_peer_tier.py",),
@@ -199,7 +199,7 @@ MUTATIONS = (
         "        return None\n",
         "",
         "a client makes up an id, and its request holds up a replica for ten minutes",
-        ("tests/protocol/test_elsewhere.py",),
+        ("tests/protocol/test_load.py",),
     ),
     # -- named prefixes ------------------------------------------------------------------------
     Mutation(
@@ -207,7 +207,7 @@ MUTATIONS = (
         "DELETE FROM prefixes WHERE id = ? AND used + ttl <= ?",
         "DELETE FROM prefixes WHERE id = ? AND created + ttl <= ?",
         "a name that is in use at another process ends when it is as old as its lifetime",
-        ("tests/frontend/test_store.py",),
+        ("tests/frontend/test_names.py",),
     ),
     Mutation(
         "frontend/keeper.py",

@@ -31,15 +31,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from benchmarks import forking
 from examples.waiting import until
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.pool.pool import Pool, PoolCounts
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import Pool, PoolCounts, shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.pool.tier import Claim, Fetch, FetchState
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
 from xinference_xavier.replica.inspect import Chunked, Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -149,17 +150,18 @@ class _Inside:
         self.pool = Pool(rows)
         self.replica = Replica(
             XavierConfig(**options),
+            engine=self.engine,
+            tier=PeerTier(self.pool, Mirror(name)),
             incarnation=name,
             namespace=namespace,
             key_bytes=KEY_BYTES,
             region=self.region,
-            pool=self.pool,
             fingerprint_fields=fingerprint_fields,
         )
         self.fetching: Fetch | None = None
         self.claims: list[Claim] = []
         self.began = 0.0
-        self.replica.start(self.engine)
+        self.replica.start()
 
     def sketch(self, key: bytes) -> Sketch | None:
         """Two layers. The numbers of the second one are multiplied by `factor`."""
@@ -325,7 +327,7 @@ class _Inside:
 
     def transfer_stats(self) -> dict[str, Any]:
         asking = asyncio.run_coroutine_threadsafe(
-            self.replica._process.stats(), self.replica.tier._loop
+            self.replica._process.stats(), self.replica._thread.loop
         )
         return asking.result(DEADLINE)
 

@@ -1,4 +1,5 @@
-"""Launch options: which are accepted, which are refused, and the messages."""
+"""Launch options: which are accepted, which are refused, and the messages; the configuration that
+an engine gets, and the values that each worker fills in."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from xinference_xavier.config import (
     UPSTREAM_OPTIONS,
     XavierConfig,
     default_pool_bytes,
+    for_worker,
+    kv_transfer_config,
+    own_transfer_config,
     take_launch_options,
 )
 from xinference_xavier.errors import ConfigError
@@ -198,12 +202,6 @@ def test_a_refusal_leaves_the_arguments_as_they_were() -> None:
     assert kwargs == before
 
 
-def test_config_survives_json() -> None:
-    config = XavierConfig("m", "10.0.0.1:9999", **parsed(xavier_port_range="40000-40100"))
-    assert config.port_range == (40000, 40100)
-    assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
 def test_requests_are_routed_and_may_wait_unless_a_launch_says_otherwise() -> None:
     plain = XavierConfig("m", "10.0.0.1:9999")
     assert (plain.routing, plain.queue, plain.request_limit) == ("auto", 100, None)
@@ -251,3 +249,43 @@ def test_default_pool_is_a_tenth_of_free_memory_shared_by_the_replicas(
     assert default_pool_bytes(4) == 10 * GiB // 4
     monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 1000 * GiB)
     assert default_pool_bytes(1) == MAX_DEFAULT_POOL_BYTES
+
+
+# -- the engine's configuration ---------------------------------------------------------------
+
+CONFIG = XavierConfig("m", "0.0.0.0:9999", replicas_per_host=2, port_range=(40000, 40100))
+
+
+def config_in(transfer: dict[str, Any]) -> XavierConfig:
+    return XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
+
+
+def test_the_engine_is_told_our_connector_and_spec_in_json() -> None:
+    transfer = json.loads(json.dumps(kv_transfer_config(CONFIG)))
+    assert transfer["kv_connector_module_path"] == "xinference_xavier.engine.entry"
+    assert transfer["kv_role"] == "kv_both"
+    assert transfer["kv_connector_extra_config"]["spec_name"] == "XavierSpec"
+    assert config_in(transfer) == CONFIG
+
+
+def test_ours_is_recognized_even_as_text() -> None:
+    ours = kv_transfer_config(CONFIG)
+    assert own_transfer_config(ours) == ours
+    assert own_transfer_config(json.dumps(ours)) == ours
+    for other in (None, {}, {"kv_connector": "XavierConnector"}, "{}", "not JSON", "[]", 7):
+        assert own_transfer_config(other) is None
+
+
+def test_a_replica_added_on_another_worker_starts_from_the_supervisor_s_values() -> None:
+    """xinference replays the first worker's launch arguments on the second."""
+    transfer = kv_transfer_config(CONFIG)
+    first = for_worker(transfer, worker_address="0.0.0.0:70", supervisor_address="0.0.0.0:9999")
+    assert transfer == kv_transfer_config(CONFIG)
+    this_host = config_in(first)
+    assert this_host.worker_address == "127.0.0.1:70"
+    assert this_host.tracker_address == "127.0.0.1:9999"
+    replayed = json.loads(json.dumps(first))
+    second = config_in(
+        for_worker(replayed, worker_address="10.0.0.2:70", supervisor_address="10.0.0.1:9999")
+    )
+    assert (second.worker_address, second.tracker_address) == ("10.0.0.2:70", "10.0.0.1:9999")

@@ -1,12 +1,13 @@
-"""The documentation agrees with the code, as far as it can be compared. `make docs` checks its
-links; other tests check the pages about options, monitoring and support."""
+"""The documentation agrees with the code, and the READMEs with each other, as far as it can be
+compared. `make docs` checks links; other tests check the pages about options and monitoring."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import Mock
 from xml.etree import ElementTree
 
@@ -14,21 +15,23 @@ import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
+from tests.models.architectures import ARCHITECTURES
 from xinference_xavier import errors, events
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.prefixes import add_prefix_routes
 from xinference_xavier.stats.schema import HIT_SOURCES
 
 TESTS = Path(__file__).parent
-DOCS = TESTS.parent / "docs"
+ROOT = TESTS.parent
+DOCS = ROOT / "docs"
 INDEX = TESTS / "README.md"
 DRAWINGS = sorted((DOCS / "images").glob("*.svg"))
 SVG = "{http://www.w3.org/2000/svg}"
-FILE = re.compile(r"`((?:\w+/)*test_\w+\.py)`")
+FILE = re.compile(r"(?:\w+/)*test_\w+\.py")
 
 
 def test_every_file_that_a_promise_names_exists() -> None:
-    named = set(FILE.findall(INDEX.read_text()))
+    named = set(re.findall(f"`({FILE.pattern})`", INDEX.read_text()))
     assert len(named) > 50
     assert sorted(name for name in named if not (TESTS / name).is_file()) == []
 
@@ -106,3 +109,120 @@ def test_drawings_have_descriptions_and_are_for_light_and_dark(drawing: Path) ->
     used = {name for each in root.iter() for name in each.get("class", "").split()}
     assert all(f".{name} " in light or f".{name}," in light for name in used)
     assert "href=" not in drawing.read_text()
+
+
+# -- docs/support.md -----------------------------------------------------------------------------
+
+SUPPORT = DOCS / "support.md"
+STATE = re.compile(r"supported|not in vLLM|(.* )?refused", re.DOTALL)
+
+
+class Row(NamedTuple):
+    section: str
+    name: str
+    state: str
+    test: str
+
+
+def supported() -> Iterator[Row]:
+    for section in re.split(r"^## ", SUPPORT.read_text(), flags=re.MULTILINE)[1:]:
+        title = section.splitlines()[0]
+        for line in re.findall(r"^\| (.+) \|$", section, re.MULTILINE)[1:]:
+            cells = line.split(" | ")
+            if title == "Models":
+                name, _, state = cells
+                yield Row(title, name, state, "`models/test_architectures.py`")
+            else:
+                yield Row(title, *cells)
+
+
+SUPPORTED = list(supported())
+
+
+def test_every_tested_architecture_is_listed_and_no_other() -> None:
+    named = [
+        row.name.strip("`") for row in SUPPORTED if row.section == "Models" and row.name != "–"
+    ]
+    assert named == list(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("row", SUPPORTED, ids=lambda row: row.name)
+def test_all_that_is_listed_has_a_state_and_a_test(row: Row) -> None:
+    assert STATE.match(row.state)
+    assert FILE.search(row.test) or row.test == "see [Models](#models)"
+
+
+def test_every_test_that_the_list_names_exists() -> None:
+    """It is in the file that is named before it."""
+    source = ""
+    named = 0
+    for word in re.findall(r"`([^`\n]+)`", SUPPORT.read_text()):
+        if FILE.fullmatch(word):
+            source = (TESTS / word).read_text()
+        elif re.fullmatch(r"test_\w+", word):
+            assert re.search(rf"def {word}\(", source), word
+            named += 1
+    assert named > 25
+
+
+# -- the READMEs --------------------------------------------------------------------------------
+
+ENGLISH, CHINESE = "README.md", "README.zh.md"
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(readme: str) -> list[str]:
+    return BLOCK.findall((ROOT / readme).read_text())
+
+
+def prose(readme: str) -> str:
+    return BLOCK.sub("", (ROOT / readme).read_text())
+
+
+def heading_levels(readme: str) -> list[int]:
+    return [len(marks) for marks in re.findall(r"^(#+) ", prose(readme), re.MULTILINE)]
+
+
+def figures(readme: str) -> list[list[str]]:
+    """The numbers of each row of a table."""
+    rows = re.findall(r"^\|.*\d.*\|$", prose(readme), re.MULTILINE)
+    return [re.findall(r"\d[\d.,]*", row) for row in rows]
+
+
+def links(readme: str) -> list[str]:
+    return re.findall(r"\]\(([^)]+)\)", prose(readme))
+
+
+def code(readme: str) -> set[str]:
+    """The inline code, in any order."""
+    return set(re.findall(r"`[^`]+`", prose(readme)))
+
+
+@pytest.mark.parametrize(
+    ("part", "least"), [(heading_levels, 5), (blocks, 5), (figures, 2), (code, 1)]
+)
+def test_both_readmes_have_the_same_sections_commands_figures_and_code(
+    part: Callable[[str], Sized], least: int
+) -> None:
+    """The inline code, such as an option or a path, may come in another order."""
+    assert part(ENGLISH) == part(CHINESE)
+    assert len(part(ENGLISH)) >= least
+
+
+def test_the_readmes_lead_to_the_same_pages_and_to_each_other() -> None:
+    english, chinese = {*links(ENGLISH)}, {*links(CHINESE)}
+    assert english - {CHINESE} == chinese - {ENGLISH}
+    assert CHINESE in english
+    assert ENGLISH in chinese
+    assert len(english) > 15
+
+
+def test_the_english_readme_fits_on_one_screen_of_text() -> None:
+    assert len([line for line in prose(ENGLISH).splitlines() if line]) <= 60
+
+
+def test_files_that_the_readmes_name_exist() -> None:
+    for name in re.findall(r"`((?:docs|examples|requirements)/[\w./-]*)`", prose(ENGLISH)):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"\]\(((?!http)[^)]+)\)", prose(ENGLISH) + prose(CHINESE)):
+        assert (ROOT / name).is_file(), name

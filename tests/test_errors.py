@@ -12,9 +12,14 @@ import pytest
 
 import xinference_xavier
 from xinference_xavier.errors import ROLLBACKS, ConfigError, NotFoundError, XavierError
+from xinference_xavier.transfer import links
+from xinference_xavier.transfer.links import ChecksumError
 
 SOURCES = sorted(Path(xinference_xavier.__file__).parent.rglob("*.py"))
-REASON = re.compile(r'(?:GrantRefusedError\(|PullResult\(\w+, |\breason(?:: [\w |]+)? = )"([^"]+)"')
+_BEFORE = (
+    r"GrantRefusedError\(|PullResult\(\w+, |_finish\(fetch, |\breason(?:: [\w |]+)? = (?:.* else )?"
+)
+REASON = re.compile(rf'(?:{_BEFORE})"([^"]+)"')
 
 
 @pytest.mark.parametrize(
@@ -69,5 +74,6 @@ def test_every_reason_of_a_rollback_is_a_known_one() -> None:
         if file.parent.name in ("replica", "transfer", "protocol")
         for reason in REASON.findall(file.read_text())
     }
-    assert len(found) > 10
+    found |= {links._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
+    assert {"timeout", "checksum", "busy", "stopped", "donor gone", "refused", "link"} <= found
     assert found <= set(ROLLBACKS)

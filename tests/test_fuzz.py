@@ -23,6 +23,8 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.protocol.test_load import LOAD, OBSERVATION, PROMPT, SERVING, UPDATE
+from tests.protocol.test_transfer import GRANT, KEY, ORDER, REQUEST, STARTUP, TICKET
 from xinference_xavier.config import XavierConfig, take_launch_options
 from xinference_xavier.errors import (
     ConfigError,
@@ -35,31 +37,10 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.load import (
-    Load,
-    Observation,
-    ReplicaLoad,
-    ScheduledPrompt,
-    Serving,
-    check_load,
-    check_observation,
-    check_prompts,
-)
-from xinference_xavier.protocol.tracker import (
-    Change,
-    Member,
-    NotMemberError,
-    Settings,
-    TrackerFullError,
-    Update,
-)
+from xinference_xavier.protocol.load import check_load, check_observation, check_prompts
+from xinference_xavier.protocol.tracker import NotMemberError, Settings, TrackerFullError
 from xinference_xavier.protocol.transfer import (
-    PROTOCOL_VERSION,
-    Grant,
-    GrantRequest,
-    PullOrder,
     Startup,
-    Ticket,
     check_grant,
     check_order,
     check_request,
@@ -73,18 +54,7 @@ from xinference_xavier.transfer.transports import base, gloo
 Check = Callable[[Any], None]
 
 ROWS = 8
-KEY = b"k" * 32
-TICKET = Ticket.sign(KEY, "consumer", [4, 2], expires=100.0)
-STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), ("module:Class",), KEY.hex())
-MEMBERS = (Member("own", "h:0"), Member("a", "h:1"))
-UPDATE = Update(
-    3, "epoch", False, Settings(1, True), 4, MEMBERS, (Change("a", 2, b"key2", b"key1", False),)
-)
-SERVING = Serving(128, 4096, 8, "backlog", 100)
-LOAD = Load(SERVING, 1000, 0.5, 2, ("id",), (1e-4, 1e-9, 0.01, 1e-9), 5000)
-PROMPT = ScheduledPrompt("id", 100, b"k" * 12)
-REPLICA_LOAD = ReplicaLoad("a", "m-0", 0.1, LOAD)
-OBSERVATION = Observation(UPDATE, 7, False, (REPLICA_LOAD,), ("b",), (PROMPT,))
+_, MEMBER = UPDATE.members
 
 
 def nest(depth: int) -> list[Any]:
@@ -134,9 +104,7 @@ def explore(check: Check, examples: st.SearchStrategy[Any], seconds: float) -> i
         check(example)
 
     for number in itertools.count(random.getrandbits(32)):
-        wanted = settings(
-            max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-        )
+        wanted = settings(max_examples=200, database=None, suppress_health_check=list(HealthCheck))
         seed(number)(wanted(given(examples)(counted)))()
         if time.monotonic() > end:
             return count
@@ -243,7 +211,7 @@ def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
     tracker = BlockTracker("model")
 
     async def call() -> None:
-        await tracker.join("ns", MEMBERS[1], 4, Settings())
+        await tracker.join("ns", MEMBER, 4, Settings())
         with suppress(ValueError, NotMemberError, TrackerFullError):
             await getattr(tracker, method)(*arguments)
         if method != "set_enabled":  # whatever the call was, other members go on
@@ -272,7 +240,7 @@ REPORTS = st.one_of(
 CALLS = st.one_of(
     st.tuples(
         st.just("join"),
-        st.tuples(NAMES, altered(MEMBERS[0]), st.just(4) | anything, altered(Settings())),
+        st.tuples(NAMES, altered(MEMBER), st.just(4) | anything, altered(Settings())),
     ),
     st.tuples(st.just("leave"), st.tuples(NAMES, INCARNATIONS.filter(lambda name: name != "a"))),
     st.tuples(st.just("heartbeat"), st.tuples(NAMES, INCARNATIONS, anything)),
@@ -341,20 +309,11 @@ OPTIONS = st.dictionaries(
 )
 
 DECODERS: dict[str, tuple[Check, st.SearchStrategy[Any]]] = {
-    "request": (
-        a_request,
-        altered(GrantRequest(PROTOCOL_VERSION, "ns", "consumer", (b"key1", b"key2"))),
-    ),
-    "grant": (a_grant, altered(Grant(1, (1, 2), TICKET, "h:1", "boot 1 0", True, 3))),
+    "request": (a_request, altered(REQUEST)),
+    "grant": (a_grant, altered(GRANT)),
     "ticket": (a_ticket, altered(TICKET)),
-    "order": (
-        an_order,
-        altered(PullOrder("donor", "h:1", None, TICKET, (b"1", b"2"), (1, 2), (3, 4), 1.0)),
-    ),
-    "startup": (
-        a_startup,
-        altered_json(json.loads(STARTUP.to_json())),
-    ),
+    "order": (an_order, altered(ORDER)),
+    "startup": (a_startup, altered_json(json.loads(STARTUP.to_json()))),
     "started": (
         a_started,
         altered_json({"address": "h:1", "host": "boot 1 0"}) | altered_json({"error": "x"}),
@@ -377,7 +336,7 @@ DECODERS: dict[str, tuple[Check, st.SearchStrategy[Any]]] = {
     "observation": (
         an_observation,
         altered(OBSERVATION)
-        | altered(REPLICA_LOAD).map(lambda load: OBSERVATION._replace(loads=(load,)))
+        | altered(OBSERVATION.loads[0]).map(lambda load: OBSERVATION._replace(loads=(load,)))
         | altered(PROMPT).map(lambda prompt: OBSERVATION._replace(prompts=(prompt,))),
     ),
     "call": (a_call, CALLS),

@@ -84,16 +84,3 @@ def test_another_reset_needs_another_version(
     wait_until(second.is_up, "it has joined")
     assert second.holders(keys[0]) == ()
     assert second.fetch("first", keys, TIMEOUT).reason == "donor gone"
-
-
-def test_a_replica_that_does_not_answer_stays_alone(
-    tracker_process: TrackerProcess, trio: list[ReplicaProcess]
-) -> None:
-    first, second, old = trio
-    first.reset()
-    wait_alone(first)
-    second.kill()
-    old.kill()
-    told = tracker_process.set_weights_version("2")
-    assert told["joined"] == ["first"]
-    assert set(told["unreachable"]) <= {"second", "old"}, "their leases may have ended"

@@ -37,10 +37,9 @@ asyncio.run(main())
 """
 
 
-async def create_tracker(address: str, **arguments: float) -> Any:
-    return await xo.create_actor(
-        BlockTracker, MODEL, address=address, uid=tracker_uid(MODEL), **arguments
-    )
+async def create_tracker(address: str, model_uid: str = MODEL, **arguments: float) -> Any:
+    uid = tracker_uid(model_uid)
+    return await xo.create_actor(BlockTracker, model_uid, address=address, uid=uid, **arguments)
 
 
 async def join(tracker: Any, *members: Member, namespace: str = NAMESPACE) -> Any:

@@ -22,10 +22,12 @@ from tests.chaos.workload import ROW_BYTES, row_content
 from tests.engine.scheduling import chunks
 from tests.replica_process import KEY_BYTES
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.sweep import shared_keys
 from xinference_xavier.replica.canary import ProbeResult
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import aio
 
@@ -75,19 +77,12 @@ class Inside:
         config = XavierConfig(**settings.config)
         self.region = Region.create(settings.rows, ROW_BYTES)
         self.pool = make_pool(settings.rows, settings.mutation)
-        self.replica = Replica(
-            config,
-            incarnation=settings.incarnation,
-            namespace="namespace",
-            key_bytes=KEY_BYTES,
-            region=self.region,
-            pool=self.pool,
-        )
+        tier = PeerTier(self.pool, Mirror(settings.incarnation))
         self.worker = Worker(self.region, self._folder / "wrong")
         self.scheduler = Scheduler(
             settings.incarnation,
-            pool=self.pool,
-            replica=self.replica,
+            tier=tier,
+            grants=lambda: len(self.replica.donor.grants),
             worker=self.worker,
             fetch_timeout=config.fetch_timeout,
             weights=settings.weights,
@@ -97,7 +92,16 @@ class Inside:
         )
         self.watch = Watch(self._firmly_held)
         self._differing = 0  # peers that computed differently
-        self.replica.start(View(self.scheduler, settings.mutation is not Mutation.CANARY))
+        self.replica = Replica(
+            config,
+            engine=View(self.scheduler, settings.mutation is not Mutation.CANARY),
+            tier=tier,
+            incarnation=settings.incarnation,
+            namespace="namespace",
+            key_bytes=KEY_BYTES,
+            region=self.region,
+        )
+        self.replica.start()
         self._show(settings.weights)
         self.scheduler.start()
 
@@ -119,7 +123,7 @@ class Inside:
             self.watch.reset()
         else:
             self.watch.look()
-        self.replica.tier._loop.call_soon_threadsafe(self._write_figures)
+        self.replica._thread.loop.call_soon_threadsafe(self._write_figures)
 
     def _write_figures(self) -> None:
         figures = vars(self.scheduler.figures) | {
@@ -209,7 +213,7 @@ class Inside:
         self._in_background(give_back, taken)
 
     def _in_background(self, work: Callable[..., Any], *args: Any) -> Any:
-        running = asyncio.run_coroutine_threadsafe(work(*args), self.replica.tier._loop)
+        running = asyncio.run_coroutine_threadsafe(work(*args), self.replica._thread.loop)
         return running.result(ANSWER_TIME)
 
     def forget(self, share: float, seconds: float) -> int:

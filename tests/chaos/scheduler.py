@@ -34,11 +34,10 @@ from tests.engine.scheduling import (
 )
 from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import FetchState
 from xinference_xavier.protocol.prefixes import prefix_of
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
-from xinference_xavier.replica.replica import Replica
+from xinference_xavier.replica.peer_tier import PeerTier
 
 STEP = 0.015
 """Seconds per step of the engine, in place of computing."""
@@ -88,11 +87,11 @@ class Figures:
 class _Live(Scheduling):
     """vLLM's order of calls, on a manager with a real replica."""
 
-    def __init__(self, pool: Pool, replica: Replica, fetch_timeout: float) -> None:
-        self.pool = pool
+    def __init__(self, tier: PeerTier, fetch_timeout: float) -> None:
+        self.pool = tier.pool
         self.manager = XavierManager(
-            pool,
-            replica.tier,
+            tier.pool,
+            tier,
             layout=Layout(CHUNK),
             serving=SERVING,
             row_bytes=1,
@@ -100,7 +99,7 @@ class _Live(Scheduling):
             min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
             adaptive=False,
             fetch_timeout=fetch_timeout,
-            probes=partial(without_requests, pool),
+            probes=partial(without_requests, tier.pool),
         )
         self.manager.prefill_rate.tokens_per_second = PREFILL_RATE
 
@@ -110,8 +109,8 @@ class Scheduler(threading.Thread):
         self,
         name: str,
         *,
-        pool: Pool,
-        replica: Replica,
+        tier: PeerTier,
+        grants: Callable[[], int],
         worker: Worker,
         fetch_timeout: float,
         weights: str,
@@ -121,9 +120,9 @@ class Scheduler(threading.Thread):
     ) -> None:
         super().__init__(name="chaos-scheduler", daemon=True)
         self._prefix = name
-        self._vllm = _Live(pool, replica, fetch_timeout)
-        self._pool = pool
-        self._replica = replica
+        self._vllm = _Live(tier, fetch_timeout)
+        self._pool = tier.pool
+        self._grants = grants
         self._worker = worker
         self._fetch_timeout = fetch_timeout
         self._source = random.Random(seed)
@@ -340,7 +339,7 @@ class Scheduler(threading.Thread):
         return any(fetch.state is FetchState.PENDING for fetch in self.manager.tier_lookup.fetches)
 
     def is_serving(self) -> bool:
-        return len(self._replica.donor.grants) > 0
+        return self._grants() > 0
 
     def is_idle(self) -> bool:
         return not self._served and not self._jobs and not self.manager.has_pending_work()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import click
 import pytest
 from click.testing import CliRunner
+from xinference.deploy.cmdline import get_hash_endpoint
 
 from xinference_xavier.cli import endpoint as module
 from xinference_xavier.cli.endpoint import stored_token, with_client
@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def log_in(home: Path, endpoint: str, token: str) -> Path:
     """Store a token as `xinference login` does."""
-    file = home / "auth" / hashlib.sha256(endpoint.encode()).hexdigest()
+    file = home / "auth" / get_hash_endpoint(endpoint)
     file.parent.mkdir(exist_ok=True)
     file.write_text(token)
     return file

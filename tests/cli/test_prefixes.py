@@ -99,12 +99,6 @@ def test_a_prefix_that_cannot_be_computed(server: Server) -> None:
     assert "Error: guide cannot be computed: it is too long" in done.stderr
 
 
-def test_a_file_that_is_not_json(server: Server) -> None:
-    done = run("add", "guide", "--file", "-", "--chat", text="{")
-    assert done.exit_code == 2
-    assert "--chat: the file is not JSON" in done.stderr
-
-
 def test_prefixes_are_listed_and_shown(server: Server) -> None:
     assert run("list").stdout.strip() == "No prefix has a name yet."
     run("add", "travel guide", "--file", "-", text="text")

@@ -14,6 +14,9 @@ NO_TEXT = "\udcff"
 """What Python makes of an argument's byte that is no UTF-8."""
 LONG = "a" * 300
 POOL = ["--xavier_pool_bytes", "1GiB"]
+TRACKER = ["tracker", "m", "--address", "127.0.0.1:0"]
+CONFIG = ["transfer-config", "m", "--address"]
+HERE = "10.0.0.1:9920"
 CONVERT = "is not UTF-8; convert it"
 URL = "is not a server's URL; write for example"
 ADDRESS = "is not of the form host:port, with a port of at most 65535; use an address such as"
@@ -41,8 +44,26 @@ def refused(*words: str) -> str:
         (["prefix", "list", "m", "--cache-salt", NO_TEXT], CONVERT),
         (["tracker", "m", "--address", "host:99999"], ADDRESS),
         (["tracker", "m", "--address", f"{LONG}:9920"], ADDRESS),
-        (["tracker", "m", "--address", "host:9920", "--xavier_hooks", "x"], "name a function"),
-        (["transfer-config", "m", "--address", "host:99999", *POOL], ADDRESS),
+        (
+            [*TRACKER, "--xavier-hooks", "nonsense"],
+            "'nonsense' does not name a function",
+        ),
+        ([*TRACKER, *POOL], "No such option '--xavier_pool_bytes'"),
+        ([*CONFIG, "host:99999", *POOL], ADDRESS),
+        ([*CONFIG, "10.0.0.1"], ADDRESS),
+        ([*CONFIG, "10.0.0.1:0"], "has no port"),
+        ([*CONFIG, "0.0.0.0:9920"], "is not an address that replicas can reach"),
+        ([*CONFIG, HERE], "xavier_pool_bytes=None is required without xinference"),
+        ([*CONFIG, HERE, "--name", "a b"], "name='a b' is not a name"),
+        ([*CONFIG, HERE, "--xavier_pool_bytes", "4QiB"], "is not a size"),
+        ([*CONFIG, HERE, "--xavier_pool_bytes"], "'--xavier_pool_bytes' requires an argument"),
+        (
+            [*CONFIG, HERE, "--xavier_pool", "4GiB"],
+            "(Did you mean one of: '--xavier_hooks', '--xavier_pool_bytes', '--xavier_roles'?)",
+        ),
+        ([*CONFIG, HERE, "x"], "unexpected extra argument (x)"),
+        ([*CONFIG, HERE, "--x"], "No such option '--x'"),
+        ([*CONFIG, HERE, *POOL, "x"], "unexpected extra argument (x)"),
     ],
 )
 def test_arguments(words: list[str], message: str) -> None:

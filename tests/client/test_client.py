@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.api_process import API_KEY, ApiProcess
+from tests.api_process import ApiProcess
 from tests.pair import Pair
 from tests.replica_process import (
     CHUNK_TOKENS,
@@ -105,24 +105,6 @@ def test_flushed_chunks_are_gone_everywhere(pair: Pair, client: XavierClient) ->
     share(pair)
 
 
-def test_the_switch(pair: Pair, client: XavierClient) -> None:
-    try:
-        assert not client.switch(MODEL, False).enabled
-        assert not client.status(MODEL).enabled
-    finally:
-        assert client.switch(MODEL, True).enabled
-
-
-def test_how_requests_are_routed(client: XavierClient) -> None:
-    try:
-        assert client.set_routing(MODEL, "off").routing.mode == "off"
-        wait_until(
-            lambda: client.status(MODEL).routing.mode == "off", "the process has heard of it"
-        )
-    finally:
-        assert client.set_routing(MODEL, "auto").routing.mode == "auto"
-
-
 def test_recent_events_and_events_as_they_happen(pair: Pair, client: XavierClient) -> None:
     events = client.events(MODEL)
     assert [next(events).event for _ in range(2)] == ["ReplicaJoined"] * 2
@@ -154,11 +136,6 @@ def test_events_of_a_replica_reach_the_client(pair: Pair, client: XavierClient) 
     assert (event.fields["reason"], event.fields["rows"]) == ("not held", 2)
 
 
-def test_watching_gives_one_status_after_the_other(client: XavierClient) -> None:
-    statuses = client.watch(MODEL)
-    assert [next(statuses).model_uid for _ in range(2)] == [MODEL] * 2
-
-
 async def test_the_asynchronous_twin(pair: Pair) -> None:
     number = fresh_numbers(1)[0]
     async with AsyncXavierClient(pair.api.endpoint) as client:
@@ -175,41 +152,6 @@ async def test_the_asynchronous_twin(pair: Pair) -> None:
             await client.status("other")
         with pytest.raises(ModelNotFoundError, match="does not share its cache here"):
             await anext(client.watch("other"))
-
-
-def test_a_model_that_does_not_share(client: XavierClient) -> None:
-    for ask in (client.status, client.flush, lambda uid: next(client.events(uid))):
-        match = "model 'other' does not share its cache"
-        with pytest.raises(ModelNotFoundError, match=match) as refused:
-            ask("other")
-        assert refused.value.status == 404
-
-
-def test_a_key_is_sent_where_the_api_requires_one(pair: Pair) -> None:
-    with (
-        XavierClient(pair.api.guarded) as stranger,
-        pytest.raises(ApiError, match="give an API key that has the rights") as refused,
-    ):
-        stranger.models()
-    assert refused.value.status == 401
-    with XavierClient(pair.api.guarded, API_KEY) as client:
-        assert len(client.models()) == 1
-        assert next(client.watch(MODEL)).model_uid == MODEL
-
-
-def test_no_extension_or_no_server_is_an_error(pair: Pair) -> None:
-    with XavierClient(pair.api.bare) as client:
-        for ask in (client.models, lambda: client.status(MODEL), lambda: next(client.watch(MODEL))):
-            match = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
-            with pytest.raises(ApiError, match=match) as without:
-                ask()
-            assert not isinstance(without.value, ModelNotFoundError)
-    with (
-        XavierClient("http://127.0.0.1:1") as client,
-        pytest.raises(ApiError, match="is xinference running there") as refused,
-    ):
-        client.models()
-    assert refused.value.status is None
 
 
 def test_a_listener_does_not_keep_the_server_from_stopping() -> None:

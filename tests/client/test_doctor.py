@@ -7,7 +7,6 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,23 +16,14 @@ import pytest
 from click.testing import CliRunner
 
 from tests import replica_process
-from tests.api_process import API_KEY, ApiProcess
+from tests.api_process import ApiProcess
 from tests.pair import Pair
 from tests.replica_process import MODEL, ReplicaProcess, wait_until
 from xinference_xavier import __version__
 from xinference_xavier.cli.commands import main
-from xinference_xavier.client import XavierClient, doctor
+from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.runtime.net import local_host_towards
-from xinference_xavier.stats.schema import (
-    ComparisonStats,
-    Decisions,
-    HookStats,
-    ModelStatus,
-    ReplicaStatus,
-    Totals,
-    TrackerStats,
-)
 
 pytestmark = pytest.mark.process
 
@@ -88,30 +78,6 @@ def test_the_output_for_people_names_the_remedy(pair: Pair) -> None:
     assert answer.exit_code == 1
     assert "✗ model model: sharing is switched off" in answer.output
     assert "remedy: xinference-xavier switch model on" in answer.output
-
-
-# -- before it can look ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "remedy"),
-    [
-        ("http://127.0.0.1:1", "is xinference running there, and is this its endpoint?"),
-        ("bare", f"start it with {EXTENSION}"),
-        ("guarded", "log in with `xinference login`"),
-    ],
-    ids=["nothing answers", "API without the extension", "no rights"],
-)
-def test_what_keeps_it_from_looking(pair: Pair, endpoint: str, remedy: str) -> None:
-    url = endpoint if ":" in endpoint else getattr(pair.api, endpoint)
-    answer = CliRunner().invoke(main, ["doctor", "-e", url])
-    assert answer.exit_code == 3
-    assert remedy in answer.output
-
-
-def test_with_the_key_it_may_look(pair: Pair) -> None:
-    words = ["doctor", "-e", pair.api.guarded, "-k", API_KEY]
-    assert CliRunner().invoke(main, words).exit_code in (0, 1)
 
 
 # -- processes -------------------------------------------------------------------------------
@@ -212,36 +178,25 @@ def taken(ports: tuple[int, int]) -> ExitStack:
     return stack
 
 
-def test_one_version_differs(planted: Planted) -> None:
-    planted.result.finds(
-        "replica foreign", "has xoscar 0.0.1, but others have", "pip install 'xoscar=="
-    )
-
-
-def test_byte_code_is_switched_off(planted: Planted) -> None:
-    planted.result.finds(
-        "replica foreign",
-        "PYTHONDONTWRITEBYTECODE is set",
-        "unset PYTHONDONTWRITEBYTECODE",
-        grave=False,
-    )
-
-
-def test_an_address_that_others_cannot_reach(planted: Planted) -> None:
-    for name in ("mute", "crippled", "foreign"):
-        planted.result.finds(
-            f"replica {name}", "other hosts cannot reach its address", "xinference-worker -H"
-        )
-
-
-def test_a_link_that_cannot_be_opened(planted: Planted) -> None:
-    planted.result.finds("replica well", "cannot fetch from mute: no link", "--xavier_port_range")
-    planted.result.finds("replica mute", "cannot fetch from well: no link", "iptables")
-
-
-def test_a_peer_without_a_transfer_process(planted: Planted) -> None:
-    planted.result.finds("replica crippled", "has no transfer process after", "--xavier_transport")
-    planted.result.finds("replica well", "cannot fetch from crippled: it has no transfer", "")
+@pytest.mark.parametrize(
+    ("replica", "problem", "remedy", "grave"),
+    [
+        ("foreign", "has xoscar 0.0.1, but others have", "pip install 'xoscar==", True),
+        ("foreign", "PYTHONDONTWRITEBYTECODE is set", "unset PYTHONDONTWRITEBYTECODE", False),
+        ("foreign", "other hosts cannot reach its address", "xinference-worker -H", True),
+        ("mute", "other hosts cannot reach its address", "xinference-worker -H", True),
+        ("mute", "cannot fetch from well: no link", "iptables", True),
+        ("crippled", "other hosts cannot reach its address", "xinference-worker -H", True),
+        ("crippled", "has no transfer process after", "--xavier_transport", True),
+        ("well", "cannot fetch from mute: no link", "--xavier_port_range", True),
+        ("well", "cannot fetch from crippled: it has no transfer", "", True),
+        ("well", "its pool holds only 16 chunks", "--xavier_pool_bytes", False),
+    ],
+)
+def test_each_problem_of_a_replica_is_found(
+    planted: Planted, replica: str, problem: str, remedy: str, grave: bool
+) -> None:
+    planted.result.finds(f"replica {replica}", problem, remedy, grave=grave)
 
 
 def test_ports_that_are_used_up(planted: Planted) -> None:
@@ -259,112 +214,6 @@ def test_replicas_in_two_namespaces_and_the_field_that_differs(planted: Planted)
     assert len(found) == 1
     assert "weights" not in found[0].problem
     assert "launch all replicas with the same arguments" in found[0].remedy
-
-
-def test_a_pool_of_a_few_chunks(planted: Planted) -> None:
-    planted.result.finds(
-        "replica well", "its pool holds only 16 chunks", "--xavier_pool_bytes", grave=False
-    )
-
-
-def test_shared_memory_is_required_where_it_is_impossible() -> None:
-    examined = {
-        "config": {"transport": "shared_memory"},
-        "peers": {"b": "no link by shared_memory: other machine", "c": None},
-    }
-    replica = ReplicaStatus(incarnation="a", address="h:1", namespace="n")
-    (finding,) = doctor._links(doctor._Replica(replica, examined), {"b": "second"})
-    assert finding.problem == "cannot fetch from second: no link by shared_memory: other machine"
-    assert finding.remedy == "launch with --xavier_transport auto"
-
-
-def test_a_vllm_that_was_never_tested() -> None:
-    replica = ReplicaStatus(
-        incarnation="a", address="h:1", namespace="n", vllm="0.40.0", vllm_untested=True
-    )
-    (finding,) = doctor._untested(doctor._Replica(replica, {}))
-    assert finding.problem == "runs vLLM 0.40.0, with which sharing was never tested"
-    assert not finding.grave
-
-
-def test_a_full_tracker_and_failing_hooks() -> None:
-    def found(tracker: TrackerStats, hooks: HookStats) -> list[tuple[str, str, bool]]:
-        replicas = [
-            ReplicaStatus(incarnation=name, address="h:1", namespace="n", hooks=hooks)
-            for name in "ab"
-        ]
-        totals = Totals()
-        status = ModelStatus(
-            model_uid=MODEL, enabled=True, replicas=tuple(replicas), totals=totals, tracker=tracker
-        )
-        model = {"report": asdict(status), "self_checks": {}}
-        findings = doctor._model_findings(MODEL, model)
-        return [
-            (each.where, each.problem, each.grave)
-            for each in findings
-            if "does not answer" not in each.problem
-        ]
-
-    full = "its tracker has no room to list 9 chunks for peers to fetch"
-    assert found(TrackerStats(dropped=9, hooks=HookStats(failed=3)), HookStats(1, 2)) == [
-        (f"model {MODEL}", full, False),
-        (f"tracker of {MODEL}", "xavier_hooks raised at 3 events and was too slow for 0", False),
-        ("replica a", "xavier_hooks raised at 1 events and was too slow for 2", False),
-        ("replica b", "xavier_hooks raised at 1 events and was too slow for 2", False),
-    ]
-    assert found(TrackerStats(), HookStats()) == []
-
-
-def test_a_peer_that_is_left_out() -> None:
-    replicas = tuple(
-        ReplicaStatus(
-            incarnation=name,
-            address="h:1",
-            namespace="n",
-            replica=f"name of {name}",
-            fetch_decisions=Decisions(left_out={"b": "timeout"} if name == "a" else {}),
-        )
-        for name in "ab"
-    )
-    status = ModelStatus(model_uid=MODEL, enabled=True, replicas=replicas, totals=Totals())
-    findings = doctor._model_findings(MODEL, {"report": asdict(status), "self_checks": {}})
-    problem = "leaves out name of b, from which its latest fetches failed: timeout"
-    assert [each.where for each in findings if each.problem == problem] == ["replica name of a"]
-
-
-# -- models ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("comparison", "problem"),
-    [
-        (
-            ComparisonStats(differing=1, peer="b", layer="layers.3", amount=0.5),
-            "computes different rows from b for the same text: layers.3 by 50%",
-        ),
-        (
-            ComparisonStats(audits=9, failed_audits=2, peer="b", layer="layers.0", amount=1.0),
-            "computed different rows from those fetched or loaded, 2 times",
-        ),
-    ],
-)
-def test_a_replica_that_computes_other_rows(comparison: ComparisonStats, problem: str) -> None:
-    replicas = tuple(
-        ReplicaStatus(
-            incarnation=name,
-            address="h:1",
-            namespace="n",
-            comparison=comparison if name == "a" else ComparisonStats(),
-        )
-        for name in "ab"
-    )
-    status = ModelStatus(
-        model_uid=MODEL, enabled=True, replicas=replicas, totals=Totals(), tracker=TrackerStats()
-    )
-    findings = doctor._model_findings(MODEL, {"report": asdict(status), "self_checks": {}})
-    assert [(each.problem, each.grave) for each in findings if each.where == "replica a"][:1] == [
-        (problem, True)
-    ]
 
 
 def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
 from xinference_xavier.client import AsyncXavierClient, XavierClient
@@ -15,41 +14,32 @@ from xinference_xavier.client import client as module
 from xinference_xavier.errors import ApiError
 from xinference_xavier.stats.answers import SALT_HEADER
 
+ENDPOINT = "http://xinference"
 
-class Server(ThreadingHTTPServer):
+
+class Server:
     """Answers each request with the next of its streams, and then with 503."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.streams: list[str] = []
         self.asked: list[tuple[str, str | None]] = []
-        self.endpoint = f"http://127.0.0.1:{self.server_port}"
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.asked.append((self.path, self.headers[SALT_HEADER]))
-        stream = self.server.streams.pop(0) if self.server.streams else None
-        self.send_response(503 if stream is None else 200)
-        self.send_header("content-type", "text/event-stream")
-        self.end_headers()
-        self.wfile.write((stream or "").encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append((request.url.raw_path.decode(), request.headers.get(SALT_HEADER)))
+        if not self.streams:
+            return httpx.Response(503)
+        headers = {"content-type": "text/event-stream"}
+        return httpx.Response(200, text=self.streams.pop(0), headers=headers)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(module, "_PAUSE", 0.0)
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    server = Server()
+    for kind in ("Client", "AsyncClient"):
+        client = partial(getattr(httpx, kind), transport=httpx.MockTransport(server))
+        monkeypatch.setattr(httpx, kind, client)
+    return server
 
 
 def event(number: int) -> str:
@@ -70,25 +60,25 @@ GONE = message("gone", {"detail": "the model has ended"})
 
 def test_events_go_on_where_they_were(server: Server) -> None:
     server.streams = [event(1) + STATUS + event(2), event(1) + event(2) + event(3) + GONE]
-    with XavierClient(server.endpoint) as client:
+    with XavierClient(ENDPOINT) as client:
         assert [each.time for each in client.events("m")] == [1, 2, 3]
 
 
 def test_the_same_status_again_is_a_new_one(server: Server) -> None:
     server.streams = [event(1) + STATUS + STATUS, STATUS + GONE]
-    with XavierClient(server.endpoint) as client:
+    with XavierClient(ENDPOINT) as client:
         assert [each.model_uid for each in client.watch("m")] == ["m"] * 3
 
 
 async def test_the_asynchronous_twin_goes_on_too(server: Server) -> None:
     server.streams = [event(1), event(1) + event(2) + GONE]
-    async with AsyncXavierClient(server.endpoint) as client:
+    async with AsyncXavierClient(ENDPOINT) as client:
         assert [each.time async for each in client.events("m")] == [1, 2]
 
 
 def test_a_stream_that_cannot_go_on_is_an_error(server: Server) -> None:
     server.streams = [STATUS]
-    with XavierClient(server.endpoint) as client:
+    with XavierClient(ENDPOINT) as client:
         watching = client.watch("m")
         next(watching)
         with pytest.raises(ApiError):
@@ -100,7 +90,13 @@ def test_progress_ends_when_nothing_is_left_to_do(server: Server) -> None:
     states = ("waiting", "computing", "kept")
     first, second, third = (message("prefix", {**PREFIX, "state": state}) for state in states)
     server.streams = [first, second + third]
-    with XavierClient(server.endpoint) as client:
+    with XavierClient(ENDPOINT) as client:
         progress = client.watch_prefix("m", "guide", "a tenant")
         assert tuple(each.state for each in progress) == states
     assert server.asked == [("/v1/xavier/m/prefixes/guide/events", "a%20tenant")] * 2
+
+
+def test_where_nobody_answers_there_is_no_status() -> None:
+    with XavierClient("http://127.0.0.1:1") as client, pytest.raises(ApiError) as refused:
+        client.models()
+    assert refused.value.status is None

@@ -9,11 +9,11 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, Transfe
 
 from tests.e2e.gates import Gate, is_closed, wait_for
 from xinference_xavier.engine import spec
-from xinference_xavier.engine.worker import cpu
+from xinference_xavier.engine.worker import HostWorker, _Job
 
 
-class _GatedWorker(cpu.HostWorker):
-    def _copy(self, job: cpu._Job) -> int:
+class _GatedWorker(HostWorker):
+    def _copy(self, job: _Job) -> int:
         wait_for(Gate.COPIES, threading.Event())
         return super()._copy(job)
 
@@ -39,7 +39,7 @@ class _GatedCard:
 class GatedSpec(spec.XavierSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         worker = super().get_worker(kv_caches)
-        if not isinstance(worker, cpu.HostWorker):
+        if not isinstance(worker, HostWorker):
             return _GatedCard(worker)  # type: ignore[return-value]
         worker.__class__ = _GatedWorker  # its thread has nothing to copy yet
         return worker

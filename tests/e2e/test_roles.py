@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from typing import Any
@@ -162,15 +163,30 @@ def test_settings_mean_the_same_as_with_one_replica(
         assert one["usage"][tokens] == other["usage"][tokens]
 
 
+@contextmanager
+def prefilling(model: LocalCluster, *numbers: int) -> Iterator[list[Future[requests.Response]]]:
+    """Requests with these documents are under way, and the prefill replica computes."""
+    wait_until(lambda: divides(model), "the router trusts the prefill replica")
+    with ThreadPoolExecutor(len(numbers)) as clients:
+        answering = [clients.submit(ask, model, document(each, ROWS), 4) for each in numbers]
+        wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")
+        yield answering
+
+
+def assert_answered(answering: Iterable[Future[requests.Response]]) -> None:
+    for each in answering:
+        assert each.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
+
+
 @pytest.mark.long
 def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> None:
     """It may hang in the middle of a prefill or before."""
-    with ThreadPoolExecutor(1) as clients:
-        answering = clients.submit(ask, model, document(75, ROWS), 4)
-        wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")
-        with processes.frozen(processes.of_replica(PREFILL).all()):
-            assert answering.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
-            assert route_of(ask(model, document(76, ROWS)))[0] == DECODE
+    with (
+        prefilling(model, 75) as answering,
+        processes.frozen(processes.of_replica(PREFILL).all()),
+    ):
+        assert_answered(answering)
+        assert route_of(ask(model, document(76, ROWS)))[0] == DECODE
     wait_for_engine(lambda: can_fetch(model, UID, 2), "the replica is back")
 
 
@@ -178,11 +194,9 @@ def test_a_prefill_replica_that_hangs_costs_no_request(model: LocalCluster) -> N
 def test_a_transfer_that_breaks_off_costs_no_request(model: LocalCluster) -> None:
     transfer = processes.of_replica(PREFILL).transfer
     assert transfer is not None
-    with ThreadPoolExecutor(1) as clients:
-        answering = clients.submit(ask, model, document(77, ROWS), 4)
-        wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")
+    with prefilling(model, 77) as answering:
         processes.kill(transfer)
-        assert answering.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
+        assert_answered(answering)
     wait_for_engine(lambda: can_fetch(model, UID, 2), "it has another transfer process")
 
 
@@ -191,12 +205,9 @@ def test_a_transfer_that_breaks_off_costs_no_request(model: LocalCluster) -> Non
 def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, seed: int) -> None:
     before = {each["incarnation"] for each in model.xavier(UID)["replicas"]}
     role = role_of(model, victim)
-    with ThreadPoolExecutor(2) as clients:
-        answering = [clients.submit(ask, model, document(seed + n, ROWS), 4) for n in range(2)]
-        wait_until(lambda: requests_at(model, PREFILL) > 0, "it computes")
+    with prefilling(model, seed, seed + 1) as answering:
         processes.kill(processes.model_process(victim))
-        for each in answering:
-            assert each.result(TIMEOUT).json()["usage"]["completion_tokens"] == 4
+        assert_answered(answering)
     wait_for_engine(
         lambda: (
             can_fetch(model, UID, 2)
@@ -204,7 +215,7 @@ def test_a_killed_replica_costs_no_request(model: LocalCluster, victim: str, see
         ),
         "another engine has taken the place of the killed one",
     )
-    assert role_of(model, victim) == role
+    wait_until(lambda: role_of(model, victim) == role, "the router knows its role")
     wait_until(lambda: divides(model), "it does again what it did")
 
 

@@ -18,7 +18,7 @@ from tests.engine.vllm_scheduler import Engine, MakeEngine, engine_config, slide
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.metrics import HitReporter, definitions
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.worker.connector import OnlyLoads
+from xinference_xavier.engine.worker import OnlyLoads
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.stats.schema import HIT_SOURCES, Hits
 

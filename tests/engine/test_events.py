@@ -22,7 +22,7 @@ from tests.engine import test_adapters
 from tests.engine.scheduling import Scheduling, chunks, waiting
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.pool.sweep import flush
+from xinference_xavier.pool.pool import flush
 
 
 @pytest.fixture

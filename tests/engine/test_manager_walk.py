@@ -186,7 +186,7 @@ class Walk:
         assert_nothing_left(self.vllm)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_pool_stays_in_order(data: st.DataObject) -> None:
     walk = Walk(data.draw)

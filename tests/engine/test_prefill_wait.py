@@ -18,7 +18,7 @@ from tests.engine.scheduling import (
     slow_engine,
     waiting_for_prefill,
 )
-from xinference_xavier.pool.sweep import flush
+from xinference_xavier.pool.pool import flush
 from xinference_xavier.protocol.load import Elsewhere, with_mark
 
 KEYS = chunks("prompt", 10)

@@ -31,8 +31,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier.engine import compat, seam
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker
 
 
 def test_the_installed_vllm_has_what_we_use() -> None:

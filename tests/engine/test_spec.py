@@ -33,7 +33,7 @@ from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import spec as spec_module
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import ENGINE, MIN_ROWS, EngineConfig, XavierSpec
-from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.worker import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool.region import ROW_ALIGNMENT
 

@@ -1,4 +1,5 @@
-"""A prefix has one name in its tenant, and lives as long as it is used."""
+"""A prefix has one name in its tenant, and lives as long as it is used. A name survives a restart,
+and what is deleted leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend import names as store_module
-from xinference_xavier.frontend.names import Names, Store, TooManyError
+from xinference_xavier.frontend import names as module
+from xinference_xavier.frontend.names import Names, SchemaError, Store, TooManyError
 from xinference_xavier.frontend.prefix import NewPrefix, Prefix, Terms
 
 CONTENT = {"prompt": "text"}
@@ -38,7 +39,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "prefixes.db"
+    return tmp_path / "xavier" / "prefixes.db"
 
 
 @pytest.fixture
@@ -49,12 +50,12 @@ async def names(file: Path, clock: Clock) -> AsyncIterator[Names]:
     await names.close()
 
 
-async def loaded(file: Path, clock: Clock) -> Names:
-    """After a restart."""
-    names = Names(Store(file), clock, clock)
-    await names.load()
-    await names.close()
-    return names
+async def reopened(file: Path) -> list[Prefix]:
+    """What is there after a restart."""
+    store = Store(file)
+    found = await store.open()
+    await store.close()
+    return found
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ async def test_each_use_begins_a_lifetime_anew(names: Names, clock: Clock, file:
         clock.now += 59.0
         assert await names.use(names.find("model", "", "guide")) == CONTENT
         await names.tend()
-    assert (await loaded(file, clock)).find("model", "", "guide").used == clock.now
+    assert [each.used for each in await reopened(file)] == [clock.now]
     clock.now += 60.0
     with pytest.raises(PrefixNotFoundError):
         names.find("model", "", "guide")
@@ -106,7 +107,8 @@ async def test_each_use_begins_a_lifetime_anew(names: Names, clock: Clock, file:
     await names.tend()
     clock.now += 300.0
     await names.tend()
-    assert names.models() == (await loaded(file, clock)).models() == []
+    assert names.models() == []
+    assert await reopened(file) == []
 
 
 async def test_not_every_use_is_written(names: Names, clock: Clock, file: Path) -> None:
@@ -116,7 +118,7 @@ async def test_not_every_use_is_written(names: Names, clock: Clock, file: Path) 
         await names.use(added)
         await names.tend()
     assert names.find("model", "", "guide").used == clock.now
-    assert (await loaded(file, clock)).find("model", "", "guide").used == clock.now - 4.0
+    assert [each.used for each in await reopened(file)] == [clock.now - 4.0]
 
 
 async def test_the_last_uses_are_written_at_the_end(clock: Clock, file: Path) -> None:
@@ -128,7 +130,7 @@ async def test_the_last_uses_are_written_at_the_end(clock: Clock, file: Path) ->
         await names.use(added)
         await names.tend()
     await names.close()
-    assert (await loaded(file, clock)).find("model", "", "guide").used == clock.now
+    assert [each.used for each in await reopened(file)] == [clock.now]
 
 
 async def test_what_one_process_changes_another_one_knows(names: Names, other: Names) -> None:
@@ -240,15 +242,162 @@ async def test_similar_names_cost_little(names: Names, monkeypatch: pytest.Monke
     assert max(compared) == 30
 
 
-async def test_changes_survive_a_restart(names: Names, clock: Clock, file: Path) -> None:
-    await names.change(await names.add("model", new()), Terms(9.0, "all", "hard"))
-    assert (await loaded(file, clock)).find("model", "", "guide").terms == Terms(9.0, "all", "hard")
-
-
 async def test_a_model_has_so_many_names(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_PREFIXES", 2)
+    monkeypatch.setattr(module, "MAX_PREFIXES", 2)
     for name in ("a", "b", "b"):
         await names.add("model", new(name))
     with pytest.raises(TooManyError, match="'model' has 2 named prefixes; remove some first"):
         await names.add("model", new("c"))
     await names.add("other", new("c"))
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+GUIDE = Prefix("0" * 16, "model", "tenant", "guide", Terms(60.0, "all", "hard"), 1.0, 2.0)
+OTHER = Prefix("1" * 16, "model", "", "guide", Terms(60.0, 1, "soft"), 3.0, 3.0)
+CHAT = {"messages": [{"role": "user", "content": "ä\ud800"}]}
+
+
+@pytest.fixture
+async def store(file: Path) -> AsyncIterator[Store]:
+    store = Store(file)
+    assert await store.open() == []
+    yield store
+    await store.close()
+
+
+async def test_what_was_added_is_there_after_a_restart(store: Store, file: Path) -> None:
+    await store.add(GUIDE, CHAT)
+    await store.add(OTHER, CONTENT)
+    assert await reopened(file) == [GUIDE, OTHER]
+    assert await store.content(GUIDE.id) == CHAT
+
+
+async def test_a_name_is_there_once(store: Store, file: Path) -> None:
+    await store.add(GUIDE, CHAT)
+    again = Prefix("2" * 16, "model", "tenant", "guide", Terms(), 5.0, 5.0)
+    await store.add(again, CONTENT)
+    assert await reopened(file) == [again]
+    assert await store.content(GUIDE.id) is None
+
+
+async def test_changes_are_there_after_a_restart(store: Store, file: Path) -> None:
+    await store.add(GUIDE, CHAT)
+    changed = Prefix("0" * 16, "model", "tenant", "guide", Terms(9.0, 1, "soft"), 1.0, 7.0)
+    await store.change(GUIDE.id, changed.terms, 7.0)
+    assert await reopened(file) == [changed]
+    await store.note_uses({GUIDE.id: 6.0, "unknown": 6.0})
+    assert await reopened(file) == [changed], "another process has noted a later use"
+
+
+async def test_what_was_removed_is_gone(store: Store, file: Path) -> None:
+    await store.add(GUIDE, CHAT)
+    await store.add(OTHER, CHAT)
+    await store.remove([GUIDE.id, "unknown"])
+    assert await reopened(file) == [OTHER]
+
+
+def test_only_its_user_can_read_the_file(store: Store, file: Path) -> None:
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_file_of_a_later_version_is_left_alone(store: Store, file: Path) -> None:
+    await store.add(GUIDE, CHAT)
+    with sqlite3.connect(file) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    with pytest.raises(SchemaError, match="has schema 2, this version of xinference-xavier knows"):
+        await reopened(file)
+
+
+@pytest.fixture
+def foreign(file: Path) -> Path:
+    file.parent.mkdir()
+    file.write_bytes(b"something else" * 1000)
+    return file
+
+
+async def test_a_file_of_somebody_else(foreign: Path) -> None:
+    with pytest.raises(sqlite3.DatabaseError):
+        await reopened(foreign)
+
+
+async def test_several_processes_may_start_on_a_new_folder_at_once(tmp_path: Path) -> None:
+    for number in range(10):
+        stores = [Store(tmp_path / str(number) / "prefixes.db") for _ in range(4)]
+        assert await asyncio.gather(*(store.open() for store in stores)) == [[]] * 4
+        await stores[0].add(GUIDE, CHAT)
+        assert await asyncio.gather(*(store.changes() for store in stores)) == [[GUIDE]] * 4
+        for store in stores:
+            await store.close()
+
+
+async def test_a_start_that_ended_in_the_middle_is_made_up_for(store: Store, file: Path) -> None:
+    await store.add(GUIDE, CHAT)
+    with sqlite3.connect(file) as connection:
+        connection.execute("PRAGMA user_version = 0")
+    assert await reopened(file) == [GUIDE]
+
+
+async def test_only_what_has_changed_is_read_again(store: Store, file: Path) -> None:
+    assert await store.changes() is None
+    await store.add(GUIDE, CHAT)
+    assert await store.changes() == [GUIDE]
+    assert await store.changes() is None
+
+
+async def test_what_is_used_is_not_removed(store: Store) -> None:
+    await store.add(GUIDE, CHAT)
+    await store.add(OTHER, CHAT)
+    await store.note_uses({GUIDE.id: 50.0})
+    await store.remove_unused([GUIDE.id, OTHER.id], now=100.0)
+    assert [each.id for each in await store.changes() or ()] == [GUIDE.id]
+
+
+def traces(folder: Path, text: str) -> list[str]:
+    """The files that have this text."""
+    return [each.name for each in folder.iterdir() if text.encode() in each.read_bytes()]
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "expired"])
+async def test_deleted_texts_leave_no_traces(store: Store, file: Path, how: str) -> None:
+    secret = "the text of a contract " * 1000
+    await store.add(GUIDE, {"prompt": secret})
+    assert traces(file.parent, "of a contract") != []
+    if how == "removed":
+        await store.remove([GUIDE.id])
+    elif how == "expired":
+        await store.remove_unused([GUIDE.id], now=100.0)
+    else:
+        again = Prefix("2" * 16, "model", "tenant", "guide", Terms(), 5.0, 5.0)
+        await store.add(again, CHAT)
+    assert traces(file.parent, "of a contract") == []
+
+
+async def test_texts_that_nobody_named_are_deleted(file: Path) -> None:
+    """Earlier versions wrote them."""
+    store = Store(file)
+    await store.open()
+    unnamed = Prefix("3" * 16, "model", "", "\0" + "f" * 64, Terms(), 5.0, 5.0)
+    await store.add(unnamed, {"prompt": "what somebody asked"})
+    await store.add(GUIDE, CHAT)
+    await store.close()
+    assert await reopened(file) == [GUIDE]
+    assert traces(file.parent, "what somebody asked") == []
+
+
+async def test_a_text_has_so_many_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TEXT", 100)
+    with pytest.raises(TooManyError, match="'guide' has 1014 bytes, more than 100; shorten it"):
+        await store.add(GUIDE, {"prompt": "x" * 1000})
+
+
+async def test_all_texts_have_so_many_bytes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FILE", 1 << 20)
+    store = Store(file)
+    await store.open()
+    await store.add(GUIDE, {"prompt": "x" * 600_000})
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        await store.add(OTHER, {"prompt": "x" * 600_000})
+    await store.remove([GUIDE.id])
+    await store.add(OTHER, {"prompt": "x" * 600_000})
+    await store.close()

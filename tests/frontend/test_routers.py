@@ -75,6 +75,14 @@ async def report(tracker: Any, load: Load = LOAD) -> None:
     await tracker.report_load(NAMESPACE, "a", load)
 
 
+@pytest.fixture
+async def router(tracker: Any, routers: Followed) -> ModelRouter:
+    """The router of the model, which has one replica."""
+    await join(tracker, A)
+    await report(tracker)
+    return await routers.router(routes)
+
+
 async def test_the_first_request_begins_to_look_for_the_model(
     tracker: Any, routers: Followed
 ) -> None:
@@ -88,10 +96,9 @@ async def test_the_first_request_begins_to_look_for_the_model(
     assert routers.get(MODEL) is router
 
 
-async def test_a_router_learns_of_loads_and_members(tracker: Any, routers: Followed) -> None:
-    await join(tracker, A)
-    await report(tracker)
-    router = await routers.router(routes)
+async def test_a_router_learns_of_loads_and_members(
+    tracker: Any, routers: Followed, router: ModelRouter
+) -> None:
     await report(tracker, LOAD._replace(prefill_s=9.0))
     await routers.router(lambda router: router.report()["loads"]["a"]["backlog_s"] > 1.0)
     await tracker.leave(NAMESPACE, "a")
@@ -109,12 +116,9 @@ async def test_a_model_that_does_not_share_is_not_looked_for_at_each_request(
 
 
 async def test_a_tracker_that_is_replaced_has_a_router_of_its_own(
-    tracker: Any, routers: Followed
+    tracker: Any, routers: Followed, router: ModelRouter
 ) -> None:
     """The model may have been terminated and launched again, differently."""
-    await join(tracker, A)
-    await report(tracker)
-    router = await routers.router(routes)
     await xo.destroy_actor(tracker)
     successor = await create_tracker(routers.address)
     await join(successor, A)
@@ -126,11 +130,8 @@ async def test_a_tracker_that_is_replaced_has_a_router_of_its_own(
 
 
 async def test_a_tracker_that_cannot_be_reached_for_a_while_keeps_its_router(
-    tracker: Any, routers: Followed, monkeypatch: pytest.MonkeyPatch
+    tracker: Any, routers: Followed, router: ModelRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await join(tracker, A)
-    await report(tracker)
-    router = await routers.router(routes)
     find, observe, failed = routers._find, module.observe, asyncio.Event()
 
     async def unreachable(model_uid: str) -> Any:
@@ -152,11 +153,9 @@ async def test_a_tracker_that_cannot_be_reached_for_a_while_keeps_its_router(
     assert router.counts.failures == 2
 
 
-async def test_a_model_that_has_ended_is_forgotten(tracker: Any, routers: Followed) -> None:
-    await join(tracker, A)
-    await report(tracker)
-    await routers.router(routes)
-
+async def test_a_model_that_has_ended_is_forgotten(
+    tracker: Any, routers: Followed, router: ModelRouter
+) -> None:
     async def nothing(model_uid: str) -> Any:
         raise NotFoundError("it has ended")
 
@@ -167,10 +166,9 @@ async def test_a_model_that_has_ended_is_forgotten(tracker: Any, routers: Follow
     assert routers.get(MODEL) is None
 
 
-async def test_a_router_that_ends_leaves_no_watch_open(tracker: Any, routers: Followed) -> None:
-    await join(tracker, A)
-    await report(tracker)
-    await routers.router(routes)
+async def test_a_router_that_ends_leaves_no_watch_open(
+    tracker: Any, routers: Followed, router: ModelRouter
+) -> None:
     async with asyncio.timeout(PATIENCE):
         while (await tracker.status())["watches"] != 1:
             await let_others_run()

@@ -19,8 +19,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, Offload
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 
 pytestmark = pytest.mark.gpu

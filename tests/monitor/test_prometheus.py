@@ -10,7 +10,7 @@ import pytest
 
 from tests.monitor.files import ALERTS, PROMETHEUS, alerts, queries
 from tests.monitor.prometheus import Prometheus, promtool
-from tests.monitor.scene import COUNTED, IDLE, ROW_BYTES, Scene
+from tests.monitor.scene import COUNTED, IDLE, Scene
 from tests.pair import Pair
 from tests.replica_process import replicas, wait_until
 from xinference_xavier.serving.metrics import PREFIX
@@ -73,18 +73,6 @@ def test_it_scrapes_us_without_complaints(prometheus: Prometheus) -> None:
 def test_every_query_of_the_dashboard_has_data(prometheus: Prometheus) -> None:
     empty = [query for query in queries() if not prometheus.query_range(query.filled_in(), 10.0)]
     assert empty == []
-
-
-def test_bytes_that_moved_are_counted(prometheus: Prometheus, pair: Pair) -> None:
-    scene = Scene(*pair)
-    received = f"sum(max_over_time({PREFIX}received_bytes_total[30s]))"
-    before = float(prometheus.query(received)[0]["value"][1])
-    scene.fetch(4)
-    wait_until(
-        lambda: float(prometheus.query(received)[0]["value"][1]) == before + 4 * ROW_BYTES,
-        "Prometheus has scraped the bytes",
-        interval=0.1,
-    )
 
 
 def test_it_evaluates_our_rules_and_none_fires_for_healthy_replicas(

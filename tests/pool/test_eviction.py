@@ -97,7 +97,7 @@ def test_an_eviction_examines_few_rows_and_each_of_them_once(count: int) -> None
     assert len(examined) <= before + count * MAX_SCAN
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.binary(max_size=4), st.binary(max_size=6), st.integers(0, 8))
 def test_victims_taken_together_are_those_taken_one_by_one(
     redundant: bytes, used: bytes, count: int
@@ -119,7 +119,7 @@ def test_victims_taken_together_are_those_taken_one_by_one(
 VERBS = [*4 * ["add"], *3 * ["touch"], "remove", "take", "clear", *Protection]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 7)), min_size=30, max_size=60))
 def test_rows_go_in_the_order_of_use_protected_ones_last_and_firmly_protected_ones_never(
     steps: list[tuple[str | Protection, int]],

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from xinference_xavier.pool.eviction import Protection
-from xinference_xavier.pool.pool import Pool, Row, RowState
-from xinference_xavier.pool.sweep import flush, protect, shared_keys
+from xinference_xavier.pool.pool import Pool, Row, RowState, flush, protect, shared_keys
 
 SLOTS = 6
 KEYS = st.sampled_from([bytes([n]) for n in range(12)])
@@ -240,7 +239,7 @@ class PoolAgainstModel:
         assert set(shared_keys(self.pool)) == shared
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.data())
 def test_the_pool_does_what_the_model_does(data: st.DataObject) -> None:
     model = PoolAgainstModel(data.draw)
@@ -330,7 +329,7 @@ def test_others_get_their_turn_while_all_rows_are_looked_at(
         ready_then.append(pool.counts().ready)
         pool.reserve([b"%d" % len(ready_then)])
 
-    monkeypatch.setattr("xinference_xavier.pool.sweep.PORTION", 2)
+    monkeypatch.setattr("xinference_xavier.pool.pool.PORTION", 2)
     monkeypatch.setattr("time.sleep", pause)
     assert shared_keys(pool) == [b"a", b"b", b"c", b"d", b"e", b"f"]
     assert ready_then == [6, 5, 4], "some were evicted in the pauses"

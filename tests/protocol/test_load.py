@@ -1,4 +1,5 @@
-"""A replica's load is checked by its tracker, and what the tracker says by each router."""
+"""A replica's load is checked by its tracker, and what the tracker says by each router. A request's
+id says which replica prefills it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPT_KEYS,
     MAX_PROMPTS,
+    Elsewhere,
     Load,
     Observation,
     ReplicaLoad,
@@ -21,6 +23,8 @@ from xinference_xavier.protocol.load import (
     check_load,
     check_observation,
     check_prompts,
+    mark_of,
+    with_mark,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, Change, Member, Settings, Update
 from xinference_xavier.runtime.validate import MAX_COUNT, MAX_IDENTIFIER
@@ -42,8 +46,8 @@ UPDATE = Update(
     False,
     Settings(1, True, "off"),
     4,
-    (Member("a", "h:1"),),
-    (Change("a", 2, b"key2", b"", False),),
+    (Member("own", "h:0"), Member("a", "h:1")),
+    (Change("a", 2, b"key2", b"key1", False),),
 )
 OBSERVATION = Observation(
     UPDATE, 7, False, (ReplicaLoad("a", "m-0", 0.1, LOAD),), ("b",), (PROMPT,)
@@ -162,3 +166,43 @@ class TestAnObservation:
     )
     def test_that_is_malformed_is_refused(self, message: object) -> None:
         refused(check_observation, message)
+
+
+# -- marks ------------------------------------------------------------------------------------
+
+ELSEWHERE = Elsewhere("4c742c4f-37a2-43ce-99f9-01d1bf27af26_dp1", 0.25, 1.5)
+KEY = "3a" * 16
+MARKED = with_mark("0b9f", ELSEWHERE, KEY)
+
+
+@pytest.mark.parametrize("name", [MARKED, f"{MARKED}-12ab34cd", f"3_{MARKED}-12ab34cd"])
+def test_the_mark_survives_what_vllm_adds(name: str) -> None:
+    assert mark_of(name, KEY) == ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "0b9f",
+        "0b9f:prefill",
+        "x:prefill::1:2",
+        "x:prefill:a:-1:2",
+        f"x:prefill:{'a' * 300}:1:2",
+    ],
+)
+def test_other_ids_have_none(name: str) -> None:
+    assert mark_of(name, KEY) is None
+
+
+def test_a_client_cannot_make_one() -> None:
+    """It does not know the replica's key, and another replica's does not help."""
+    assert mark_of(with_mark("0b9f", ELSEWHERE, "another key"), KEY) is None
+    longer = MARKED.replace(":1500:", ":9500:")
+    assert longer != MARKED
+    assert mark_of(longer, KEY) is None
+
+
+def test_no_wait_is_longer_than_ten_minutes() -> None:
+    forever = with_mark("0b9f", Elsewhere("a", 1e9, float("inf")), KEY)
+    assert mark_of(forever, KEY) == Elsewhere("a", 600.0, 600.0)

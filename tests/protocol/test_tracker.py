@@ -41,6 +41,7 @@ def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
         None,
         {},
         {"prompt": ""},
+        {"prompt": 1},
         {"prompt": "why?", "messages": []},
         {"messages": []},
         {"messages": ["why?"]},

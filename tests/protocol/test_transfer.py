@@ -10,16 +10,19 @@ import pytest
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError
 from xinference_xavier.protocol.transfer import (
+    MAX_HOT,
     MAX_LINE,
     MAX_ROWS_PER_FETCH,
     PROTOCOL_VERSION,
     Endpoint,
     Grant,
     GrantRequest,
+    HotChunks,
     PullOrder,
     Startup,
     Ticket,
     check_grant,
+    check_hot,
     check_order,
     check_request,
     check_ticket,
@@ -189,6 +192,30 @@ def test_a_grant_of_more_rows_than_requested_is_refused() -> None:
 def test_a_malformed_order_is_refused(order: Any) -> None:
     with pytest.raises(LinkError, match="malformed"):
         check_order(order, ROWS)
+
+
+HOT = HotChunks(b"aaaabbbb", (3, 2), 1)
+
+
+def test_the_hot_chunks_of_a_peer_arrive_one_by_one() -> None:
+    assert check_hot(HOT, 4) == (HOT, [b"aaaa", b"bbbb"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        ("aaaabbbb", (3, 2), 1),
+        *altered(HOT, "uses", [(3,), (3, -1)]),
+        *altered(HOT, "named", [-1]),
+        *altered(HOT, "keys", [b"aaaabbb"]),
+        HotChunks(b"a" * 4 * (MAX_HOT + 1), (1,) * (MAX_HOT + 1), 0),
+    ],
+    ids=["nothing", "text", "too few uses", "negative", "named", "half a key", "too many"],
+)
+def test_a_malformed_answer_about_hot_chunks_is_refused(answer: object) -> None:
+    with pytest.raises(LinkError):
+        check_hot(answer, 4)
 
 
 STARTUP = Startup("id", 7, 64, 4096, "::1", (40000, 40100), TRANSPORTS, KEY.hex())

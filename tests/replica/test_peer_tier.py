@@ -18,7 +18,7 @@ from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.peer_tier import GATHER, PeerTier
+from xinference_xavier.replica.peer_tier import GATHER, Background, PeerTier
 
 NEVER = math.inf
 ROWS = 8
@@ -37,17 +37,17 @@ class Loop:
             release=self._release,
         )
         self.pool = Pool(ROWS)
-        namespace = SharedNamespace("namespace", lambda _: replica)
-        self.tier = PeerTier(self.pool, Mirror("own"), namespace)
+        self.tier = PeerTier(self.pool, Mirror("own"))
         self._loop = asyncio.new_event_loop()
         self._now = 0.0
         self._numbers = itertools.count()
         self._loop.time = lambda: self._now  # type: ignore[method-assign]
 
-        async def open_tier() -> None:
-            self.tier.open(replica, replica, replica, replica, replica)
-
-        self._loop.run_until_complete(open_tier())
+        namespace = SharedNamespace("namespace", lambda _: replica)
+        self.background = Background(
+            self._loop, replica, replica, replica, replica, replica, namespace
+        )
+        self.tier.open(self.background)
 
     async def _release(self, claim: Claim) -> None:
         self.calls.append(claim)
@@ -129,11 +129,11 @@ def test_work_for_a_suspended_background_loop_is_bounded(
     filling = loop.pool.counts().filling
     assert loop.fetch() is None
     assert loop.pool.counts().filling == filling, "its rows are free again"
-    assert loop.tier.refused == 1
+    assert loop.background.refused == 1
     loop.run()
     assert loop.calls == [[b"gone"], *fetches]
     assert loop.fetch() is not None, "there is room again"
-    assert loop.tier.refused == 1
+    assert loop.background.refused == 1
 
 
 def test_stored_rows_that_a_suspended_loop_does_not_take_are_bounded(
@@ -142,7 +142,7 @@ def test_stored_rows_that_a_suspended_loop_does_not_take_are_bounded(
     monkeypatch.setattr(module, "MAX_QUEUED", 1)
     row = loop.store(b"one")
     loop.store(b"two")
-    assert loop.tier.refused == 1
+    assert loop.background.refused == 1
     loop.run()
     assert loop.calls == [[row]]
 
@@ -191,10 +191,8 @@ async def test_a_peer_that_does_not_serve_is_no_source() -> None:
     changes = tuple(Change(name, 1, b"key1", b"", False) for name in "abc")
     members = (Member("a", "h:1"), Member("b", "h:1", serves=False), Member("c", "h:1"))
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, changes))
-    tier = PeerTier(Pool(ROWS), mirror, SharedNamespace("namespace", lambda _: nothing))
-    nothing: Any = SimpleNamespace()
+    tier = PeerTier(Pool(ROWS), mirror)
     mirror.trust(frozenset("ab"))
-    tier.open(nothing, nothing, nothing, nothing, nothing)
     assert tier.sources(tier.holders(b"key1")) == ["a"]
     assert tier.holders(b"key2") == 0
     assert tier.sources(tier.set_of(["b", "stranger"])) == ["b"]

@@ -60,6 +60,7 @@ class Peer:
             self.searching.set()
             return await locate()
 
+        self._name = name
         self.searching = asyncio.Event()
         self.pool: set[bytes] = set()
         self.peers: list[frozenset[str]] = []
@@ -71,7 +72,6 @@ class Peer:
                 "incarnation": name,
                 "namespace": "namespace",
                 "key_bytes": 4,
-                "address": f"{name}.example:1",
                 "locate": search,
                 "mirror": self.mirror,
                 "holdings": lambda: self.pool,
@@ -86,7 +86,7 @@ class Peer:
         self.task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self.task = asyncio.create_task(self.client.run())
+        self.task = asyncio.create_task(self.client.run(f"{self._name}.example:1"))
         async with asyncio.timeout(PATIENCE):
             await self.client.joined.wait()
         self.searching.clear()

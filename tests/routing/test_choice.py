@@ -148,7 +148,7 @@ def test_nobody_is_chosen_where_nobody_accepts() -> None:
 NAMES = [f"r{number}" for number in range(20)]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     st.lists(st.sets(st.integers(0, 9)), min_size=20, max_size=20),
     st.lists(st.sets(st.integers(0, 9)), min_size=20, max_size=20),
@@ -171,7 +171,7 @@ def _run(held: set[int]) -> int:
     return next(number for number in range(11) if number not in held)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.integers(0, 10), st.floats(0, 2)),

@@ -27,7 +27,7 @@ def test_all_can_be_forgotten() -> None:
     assert expected.sets == {}
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     st.lists(
         st.tuples(

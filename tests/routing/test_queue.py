@@ -94,4 +94,4 @@ class Waiting(RuleBasedStateMachine):
 
 
 TestWaiting = Waiting.TestCase
-TestWaiting.settings = settings(max_examples=60, deadline=None, derandomize=True)
+TestWaiting.settings = settings(max_examples=60, derandomize=True)

@@ -1,4 +1,4 @@
-"""An API with xinference's own text routes."""
+"""A supervisor with a tracker, and an API with xinference's own text routes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,32 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+import xoscar as xo
 
+from tests.serving.supervisors import Supervisor
 from tests.serving.text_api import TextApi
 from tests.serving.text_models import ModelProcess
+from tests.tracker_pools import create_tracker
+
+
+@pytest.fixture
+def address(pool: Any) -> str:
+    """The address of a pool for the actors of a test."""
+    return str(pool.external_address)
+
+
+@pytest.fixture
+async def supervisor(address: str) -> Any:
+    """Knows the model `m`."""
+    supervisor = await xo.create_actor(Supervisor, address=address, uid="supervisor")
+    await supervisor.put("m")
+    return supervisor
+
+
+@pytest.fixture
+async def tracker(address: str) -> Any:
+    """The tracker of model `m`."""
+    return await create_tracker(address, "m")
 
 
 @pytest.fixture(scope="session")

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import xoscar as xo
-from fastapi import APIRouter, FastAPI, HTTPException
+from fastapi import HTTPException, Request
 from fastapi.security import SecurityScopes
-from xinference.extensions import APIExtensionContext
 
-from xinference_xavier.errors import ExplainError, NotFoundError
+from tests.serving.supervisors import KEY_BYTES, Supervisor, api_context, gateway_to, join
+from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
-from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.serving.answers import answered_for, model_access
 from xinference_xavier.serving.api import add_routes
-from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import ReplicaStats
-from xinference_xavier.tracker.actor import BlockTracker
 
-KEY_BYTES = 36
 HITS = {"prefix_cache": 1, "local_pool": 20, "remote": 300, "computed": 4000}
 STATS: dict[str, Any] = {
     "hits": HITS,
@@ -36,21 +34,8 @@ STATS: dict[str, Any] = {
     "transport": "gloo",
 }
 QUESTION = {"prompt": "What?"}
-
-
-class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    def __init__(self, known: str) -> None:
-        super().__init__()
-        self._known = known
-
-    async def xavier_tracker_address(self, model_uid: str, create: bool = False) -> str:
-        assert not create
-        if model_uid != self._known:
-            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
-        return str(self.address)
-
-    async def xavier_models(self) -> list[str]:
-        return [self._known]
+URL = "/v1/xavier/m"
+NO_ANSWER = {"detail": "the tracker of 'm' does not answer"}
 
 
 class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -75,60 +60,66 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         }
 
 
-@pytest.fixture
-async def address() -> AsyncIterator[str]:
-    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    async with pool:
-        await xo.create_actor(Supervisor, "m", address=pool.external_address, uid="supervisor")
-        yield pool.external_address
-
-
-@pytest.fixture
-async def tracker(address: str) -> Any:
-    return await xo.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
-
-
 def client_of(
-    address: str, prefixes: dict[str, Any] | None = None, **auth: Any
+    supervisor: Any, prefixes: dict[str, Any] | None = None, service: Any = None
 ) -> httpx.AsyncClient:
-    app, router = FastAPI(), APIRouter()
-
-    async def get_supervisor_ref() -> Any:
-        return await xo.actor_ref(address=address, uid="supervisor")
-
-    trackers = TrackerGateway(get_supervisor_ref)
+    context, trackers = api_context(service), gateway_to(supervisor)
     trackers.prefixes = lambda model_uid: prefixes or {}
-    add_routes(
-        APIExtensionContext(
-            app=app,
-            router=router,
-            auth_service=auth.get("service"),
-            auth_enabled=bool(auth),
-            get_supervisor_ref=get_supervisor_ref,
-        ),
-        trackers,
-    )
-    app.include_router(router)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")
+    add_routes(context, trackers)
+    context.app.include_router(context.router)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(context.app), base_url="http://api")
 
 
-async def join(tracker: Any, address: str, incarnation: str, chunks: int) -> None:
-    await tracker.join("ns", Member(incarnation, address), KEY_BYTES, Settings())
-    keys = b"".join(f"{incarnation}{number}".encode().ljust(KEY_BYTES) for number in range(chunks))
-    await tracker.replace("ns", incarnation, 1, keys)
+@pytest.fixture
+async def client(supervisor: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(supervisor) as client:
+        yield client
 
 
-async def test_replicas_and_totals(address: str, tracker: Any) -> None:
-    for incarnation, chunks in (("a", 2), ("b", 3)):
-        await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
-        await join(tracker, address, incarnation, chunks)
-    async with client_of(address) as client:
-        answer = await client.get("/v1/xavier/m")
-    assert answer.status_code == 200
-    body = answer.json()
+class Model:
+    """The model `m`: its tracker and replicas, at one address, and a client of the API."""
+
+    def __init__(self, client: httpx.AsyncClient, tracker: Any, address: str) -> None:
+        self.client, self.tracker, self.address = client, tracker, address
+
+    async def add(self, incarnation: str, chunks: int = 1, *, silent: bool = False) -> None:
+        """A replica joins, and says that it holds so many chunks."""
+        if not silent:
+            await xo.create_actor(Replica, address=self.address, uid=replica_uid(incarnation))
+        await join(self.tracker, incarnation, address=self.address)
+        keys = [f"{incarnation}{number}".encode().ljust(KEY_BYTES) for number in range(chunks)]
+        await self.tracker.replace("ns", incarnation, 1, b"".join(keys))
+
+    async def get(self) -> Any:
+        answer = await self.client.get(URL)
+        assert answer.status_code == 200
+        return answer.json()
+
+    async def post(self, path: str = "", **body: Any) -> Any:
+        answer = await self.client.post(f"{URL}{path}", json=body)
+        assert answer.status_code == 200
+        return answer.json()
+
+    async def explain(self) -> Any:
+        return await self.post("/explain", **QUESTION)
+
+
+@pytest.fixture
+def model(client: httpx.AsyncClient, tracker: Any, address: str) -> Model:
+    return Model(client, tracker, address)
+
+
+async def test_replicas_and_totals(model: Model) -> None:
+    await model.add("a", 2)
+    await model.add("b", 3)
+    body = await model.get()
     assert (body["model_uid"], body["enabled"]) == ("m", True)
     first, second = sorted(body["replicas"], key=lambda replica: replica["incarnation"])
-    assert (first["incarnation"], first["address"], first["namespace"]) == ("a", address, "ns")
+    assert (first["incarnation"], first["address"], first["namespace"]) == (
+        "a",
+        model.address,
+        "ns",
+    )
     assert (first["holdings"], second["holdings"]) == (2, 3)
     assert 0 < first["lease_left_s"] <= 10
     assert first["stale"] is False
@@ -144,79 +135,63 @@ async def test_replicas_and_totals(address: str, tracker: Any) -> None:
     }
 
 
-async def test_a_replica_that_does_not_answer_is_marked(address: str, tracker: Any) -> None:
-    await join(tracker, address, "silent", 1)
-    async with client_of(address) as client:
-        (replica,) = (await client.get("/v1/xavier/m")).json()["replicas"]
+async def test_a_replica_that_does_not_answer_is_marked(model: Model) -> None:
+    await model.add("silent", silent=True)
+    (replica,) = (await model.get())["replicas"]
     assert replica["stale"] is True
     assert replica["hits"] == dict.fromkeys(HITS, 0)
 
 
-async def test_switching_off_and_on(address: str, tracker: Any) -> None:
-    async with client_of(address) as client:
-        for wanted in (False, True):
-            answer = await client.post("/v1/xavier/m", json={"enabled": wanted})
-            assert answer.status_code == 200
-            assert answer.json()["enabled"] is wanted
-            assert answer.json() == (await client.get("/v1/xavier/m")).json()
-            assert (await tracker.status())["enabled"] is wanted
+async def test_switching_off_and_on(model: Model) -> None:
+    for wanted in (False, True):
+        answer = await model.post(enabled=wanted)
+        assert answer["enabled"] is wanted
+        assert answer == await model.get()
+        assert (await model.tracker.status())["enabled"] is wanted
 
 
-async def test_changing_how_requests_are_routed(address: str, tracker: Any) -> None:
+async def test_changing_how_requests_are_routed(model: Model) -> None:
     """The answer has the new way at once; the report has it when the process has heard of it."""
-    await join(tracker, address, "a", 1)
-    async with client_of(address) as client:
-        for wanted in ("backlog", "off", "auto"):
-            answer = await client.post("/v1/xavier/m", json={"routing": wanted})
-            assert answer.status_code == 200
-            assert answer.json()["routing"]["mode"] == wanted
-            async with asyncio.timeout(60):
-                while (await client.get("/v1/xavier/m")).json()["routing"]["mode"] != wanted:
-                    pass
+    await model.add("a", silent=True)
+    for wanted in ("backlog", "off", "auto"):
+        assert (await model.post(routing=wanted))["routing"]["mode"] == wanted
+        async with asyncio.timeout(60):
+            while (await model.get())["routing"]["mode"] != wanted:
+                pass
 
 
-async def test_loads_and_forecasts_of_the_replicas(address: str, tracker: Any) -> None:
+async def test_loads_and_forecasts_of_the_replicas(model: Model) -> None:
     """Replicas report them first."""
-    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
-    await join(tracker, address, "a", 1)
+    await model.add("a")
     serving = Serving(chunk_tokens=4, chunk_bytes=1, request_limit=3)
     load = Load(serving, 1000, 3600.0, 3, rates=(0.5, 0.0, 0.0, 0.0))
-    async with client_of(address) as client:
-        before = await client.get("/v1/xavier/m")
-        assert before.json()["routing"]["loads"] == {}
-        await tracker.report_load("ns", "a", load, ())
-        async with asyncio.timeout(60):
-            while not (found := (await client.get("/v1/xavier/m")).json()["routing"])["loads"]:
-                pass
-        assert found["mode"] == "auto"
-        assert found["loads"]["a"] == {
-            "backlog_s": pytest.approx(3600.0, abs=60.0),
-            "requests": 3,
-            "accepts": False,
-            "role": "any",
-        }
-        full = await client.post("/v1/xavier/m/explain", json=QUESTION)
-        assert full.json()["routing"] == {}, "it accepts no request"
-        await tracker.report_load("ns", "a", load._replace(requests=2), ())
-        async with asyncio.timeout(60):
-            while not (
-                forecast := (await client.post("/v1/xavier/m/explain", json=QUESTION)).json()
-            )["routing"]:
-                pass
-    assert forecast["routing"] == {
+    assert (await model.get())["routing"]["loads"] == {}
+    await model.tracker.report_load("ns", "a", load, ())
+    async with asyncio.timeout(60):
+        while not (found := (await model.get())["routing"])["loads"]:
+            pass
+    assert found["mode"] == "auto"
+    assert found["loads"]["a"] == {
+        "backlog_s": pytest.approx(3600.0, abs=60.0),
+        "requests": 3,
+        "accepts": False,
+        "role": "any",
+    }
+    assert (await model.explain())["routing"] == {}, "it accepts no request"
+    await model.tracker.report_load("ns", "a", load._replace(requests=2), ())
+    async with asyncio.timeout(60):
+        while not (forecast := (await model.explain())["routing"]):
+            pass
+    assert forecast == {
         "a": {"backlog": pytest.approx(3600.0, abs=60.0), "fetch": 0.0, "compute": 0.5}
     }
 
 
-async def test_setting_the_weights_version(address: str, tracker: Any) -> None:
-    for incarnation in ("reset", "as it was"):
-        await xo.create_actor(Replica, address=address, uid=replica_uid(incarnation))
-        await join(tracker, address, incarnation, 1)
-    await join(tracker, address, "silent", 1)
-    async with client_of(address) as client:
-        answer = await client.post("/v1/xavier/m", json={"weights_version": "2"})
-    assert answer.status_code == 200
-    assert answer.json()["answers"] == {
+async def test_setting_the_weights_version(model: Model) -> None:
+    await model.add("reset")
+    await model.add("as it was")
+    await model.add("silent", silent=True)
+    assert (await model.post(weights_version="2"))["answers"] == {
         "joined": ["reset"],
         "not_reset": ["as it was"],
         "unreachable": ["silent"],
@@ -244,53 +219,42 @@ async def test_setting_the_weights_version(address: str, tracker: Any) -> None:
         b'{"enabled": true, "weights_version": "2"}',
     ],
 )
-async def test_any_other_body_is_refused(address: str, tracker: Any, body: bytes) -> None:
-    async with client_of(address) as client:
-        answer = await client.post("/v1/xavier/m", content=body)
+async def test_any_other_body_is_refused(model: Model, body: bytes) -> None:
+    answer = await model.client.post(URL, content=body)
     assert answer.status_code == 400
     assert "the body must be" in answer.json()["detail"]
-    assert (await tracker.status())["enabled"] is True
+    assert (await model.tracker.status())["enabled"] is True
 
 
-async def test_all_models_at_once(address: str, tracker: Any) -> None:
-    async with client_of(address) as client:
-        answer = await client.get("/v1/xavier")
-        assert answer.status_code == 200
-        assert answer.json() == {
-            "models": [(await client.get("/v1/xavier/m")).json()],
-            "unavailable": {},
-        }
+async def test_all_models_at_once(model: Model) -> None:
+    answer = await model.client.get("/v1/xavier")
+    assert answer.status_code == 200
+    assert answer.json() == {"models": [await model.get()], "unavailable": {}}
 
 
-async def test_a_model_that_does_not_answer_does_not_hide_the_others(address: str) -> None:
-    async with client_of(address) as client:
-        answer = await client.get("/v1/xavier")
+async def test_a_model_that_does_not_answer_does_not_hide_the_others(
+    client: httpx.AsyncClient,
+) -> None:
+    answer = await client.get("/v1/xavier")
     assert answer.json() == {
         "models": [],
         "unavailable": {"m": "model 'm' does not share its cache here"},
     }
 
 
-async def test_flushing_asks_all_replicas(address: str, tracker: Any) -> None:
-    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
-    await join(tracker, address, "a", 1)
-    await join(tracker, address, "silent", 1)
-    async with client_of(address) as client:
-        answer = await client.post("/v1/xavier/m/flush")
-    assert answer.status_code == 200
-    assert answer.json()["answers"] == {"flushed": ["a"], "unreachable": ["silent"]}
+async def test_flushing_asks_all_replicas(model: Model) -> None:
+    await model.add("a")
+    await model.add("silent", silent=True)
+    assert (await model.post("/flush"))["answers"] == {"flushed": ["a"], "unreachable": ["silent"]}
 
 
-async def test_explaining_passes_the_replicas_answer_on(address: str, tracker: Any) -> None:
-    async with client_of(address) as client:
-        empty = await client.post("/v1/xavier/m/explain", json=QUESTION)
-        assert (empty.status_code, empty.json()["detail"]) == (503, "no replica has joined yet")
-        await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
-        await join(tracker, address, "a", 1)
-        answer = await client.post("/v1/xavier/m/explain", json=QUESTION)
-        assert answer.status_code == 200
-        assert (answer.json()["prompt_tokens"], answer.json()["reuse"]) == (5, {"a": {}})
-        refused = await client.post("/v1/xavier/m/explain", json={"prompt": "else"})
+async def test_explaining_passes_the_replicas_answer_on(model: Model) -> None:
+    empty = await model.client.post(f"{URL}/explain", json=QUESTION)
+    assert (empty.status_code, empty.json()["detail"]) == (503, "no replica has joined yet")
+    await model.add("a")
+    answer = await model.explain()
+    assert (answer["prompt_tokens"], answer["reuse"]) == (5, {"a": {}})
+    refused = await model.client.post(f"{URL}/explain", json={"prompt": "else"})
     assert (refused.status_code, refused.json()["detail"]) == (503, "no tokenizer here")
 
 
@@ -301,77 +265,65 @@ async def test_explaining_passes_the_replicas_answer_on(address: str, tracker: A
         b"nonsense",
         b"[" * 100_000,
         b"{}",
-        b'{"prompt": ""}',
-        b'{"prompt": 1}',
-        b'{"prompt": "a", "messages": []}',
-        b'{"messages": []}',
-        b'{"messages": ["a"]}',
-        b'{"messages": [{"content": "a"}]}',
         b'{"messages": [{"role": "user", "content": NaN}]}',
         b'{"prompt": "' + b"v" * (8 << 20) + b'"}',
     ],
     ids=lambda body: body[:30].decode(),
 )
-async def test_any_other_question_is_refused(address: str, tracker: Any, body: bytes) -> None:
-    async with client_of(address) as client:
-        answer = await client.post("/v1/xavier/m/explain", content=body)
+async def test_any_other_question_is_refused(model: Model, body: bytes) -> None:
+    answer = await model.client.post(f"{URL}/explain", content=body)
     assert answer.status_code == 400
     assert "the body must be" in answer.json()["detail"]
 
 
-async def test_a_body_that_is_too_long_is_not_parsed(address: str, tracker: Any) -> None:
-    async with client_of(address) as client:
-        answer = await client.post("/v1/xavier/m/explain", content=b" " * (10 << 20))
-        assert (answer.status_code, "it has 10485760 bytes" in answer.text) == (400, True)
-        answer = await client.post("/v1/xavier/m", content=b" " * 1024 + b'{"enabled": true}')
-        assert answer.status_code == 400
+async def test_a_body_that_is_too_long_is_not_parsed(model: Model) -> None:
+    answer = await model.client.post(f"{URL}/explain", content=b" " * (10 << 20))
+    assert (answer.status_code, "it has 10485760 bytes" in answer.text) == (400, True)
+    answer = await model.client.post(URL, content=b" " * 1024 + b'{"enabled": true}')
+    assert answer.status_code == 400
 
 
-async def test_an_unknown_model_is_not_found(address: str) -> None:
-    async with client_of(address) as client:
-        for answer in (
-            await client.get("/v1/xavier/other"),
-            await client.get("/v1/xavier/other/events"),
-            await client.post("/v1/xavier/other", json={"enabled": False}),
-            await client.post("/v1/xavier/other/flush"),
-            await client.post("/v1/xavier/other/explain", json=QUESTION),
-        ):
-            assert answer.status_code == 404
-            assert answer.json()["detail"] == "model 'other' does not share its cache here"
+async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient) -> None:
+    for answer in (
+        await client.get("/v1/xavier/other"),
+        await client.get("/v1/xavier/other/events"),
+        await client.post("/v1/xavier/other", json={"enabled": False}),
+        await client.post("/v1/xavier/other/flush"),
+        await client.post("/v1/xavier/other/explain", json=QUESTION),
+    ):
+        assert answer.status_code == 404
+        assert answer.json()["detail"] == "model 'other' does not share its cache here"
+        assert answer.headers["x-xavier-not-found"] == "model"
 
 
-async def test_a_tracker_lost_in_between_is_not_found(address: str) -> None:
-    async with client_of(address) as client:
-        assert (await client.get("/v1/xavier/m")).status_code == 404
+async def test_a_tracker_lost_in_between_is_not_found(client: httpx.AsyncClient) -> None:
+    assert (await client.get(URL)).status_code == 404
 
 
-async def test_a_supervisor_that_is_gone_is_unavailable(address: str) -> None:
-    dead = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    await dead.stop()
-    async with client_of(dead.external_address) as client:
-        for path in ("/v1/xavier", "/v1/xavier/m", "/v1/xavier/m/events"):
+async def test_a_supervisor_that_does_not_answer_is_unavailable(
+    client: httpx.AsyncClient, supervisor: Any
+) -> None:
+    await supervisor.leave()
+    for path in (URL, f"{URL}/events"):
+        answer = await client.get(path)
+        assert (answer.status_code, answer.json()) == (503, NO_ANSWER)
+
+
+async def test_a_supervisor_that_is_gone_is_unavailable() -> None:
+    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
+    gone = await xo.create_actor(Supervisor, address=pool.external_address)
+    await pool.stop()
+    async with client_of(gone) as client:
+        for path in ("/v1/xavier", URL, f"{URL}/events"):
             assert (await client.get(path)).status_code == 503
 
 
-async def test_each_route_requires_its_scope(address: str) -> None:
-    demanded: list[list[str]] = []
+async def test_other_errors_pass() -> None:
+    async def fails() -> None:
+        raise KeyError("bug")
 
-    async def refuse(security_scopes: SecurityScopes) -> None:
-        demanded.append(security_scopes.scopes)
-        raise HTTPException(403, "no")
-
-    reading = [
-        ("GET", "/v1/xavier"),
-        ("GET", "/v1/xavier/m"),
-        ("GET", "/v1/xavier/m/events"),
-    ]
-    asking = [("POST", "/v1/xavier/m/explain")]
-    changing = [("POST", "/v1/xavier/m"), ("POST", "/v1/xavier/m/flush")]
-    async with client_of(address, service=refuse) as client:
-        for method, path in reading + asking + changing:
-            assert (await client.request(method, path)).status_code == 403, path
-    expected = ["models:list"] * len(reading) + ["models:read"] + ["models:write"] * len(changing)
-    assert demanded == [[scope] for scope in expected]
+    with pytest.raises(KeyError):
+        await answered_for("m", fails())
 
 
 class Keys:
@@ -384,11 +336,36 @@ class Keys:
         return token != "elsewhere"
 
 
-async def test_only_those_who_may_ask_a_model_see_its_names(address: str, tracker: Any) -> None:
+async def test_only_those_who_may_ask_a_model_see_its_names(supervisor: Any, tracker: Any) -> None:
     named = {"prefixes": [{"name": "guide"}], "prefix_states": {"kept": 1}}
-    async with client_of(address, named, service=Keys()) as client:
-        for path in ("/v1/xavier", "/v1/xavier/m"):
+    async with client_of(supervisor, named, service=Keys()) as client:
+        for path in ("/v1/xavier", URL):
             for key in ("here", "elsewhere"):
                 answer = await client.get(path, headers={"authorization": f"Bearer {key}"})
                 assert ("guide" in answer.text) == (key == "here")
                 assert '"kept":1' in answer.text
+
+
+class Key(SimpleNamespace):
+    def has_model_access(self, model_uid: str, model_type: str) -> bool:
+        return (model_uid, model_type) == ("mine", "LLM")
+
+
+class Service:
+    """xinference's, up to 4.0 and later."""
+
+    def validate_model_access(self, token: str, model_uid: str, model_type: str) -> bool:
+        return (token, model_uid, model_type) == ("token", "mine", "LLM")
+
+
+def request(**state: Any) -> Request:
+    headers = [(b"authorization", b"Bearer token")]
+    return Request({"type": "http", "headers": headers, "state": state})
+
+
+@pytest.mark.parametrize("state", [{"authenticated_api_key": Key()}, {}])
+def test_a_key_is_good_for_its_models_only(state: Any) -> None:
+    check = model_access(api_context(Service()))
+    check(request(**state), "mine")
+    with pytest.raises(HTTPException, match="the API key is not valid for model 'other'"):
+        check(request(**state), "other")

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +22,12 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.logged import messages
-from tests.replica_process import MODEL, TrackerProcess
-from xinference_xavier.errors import NotFoundError
-from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
+from tests.serving.supervisors import Bare, Supervisor, gateway_to, join
+from tests.tracker_pools import MODEL, create_tracker
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.serving import metrics as exporter_module
 from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.serving.metrics import FAMILIES, PREFIX, Exporter, add_metrics
-from xinference_xavier.tracker.actor import BlockTracker
 
 SHORT = 0.3
 PLENTY = 2.5
@@ -58,79 +55,19 @@ RESTfulAPI("127.0.0.1:1", "127.0.0.1", 0).serve(server_factory=Server)
 """xinference's API with the extension of `XINFERENCE_EXTENSIONS`, without server and supervisor."""
 
 
-class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """Knows where each model's tracker is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._addresses: dict[str, str] = {}
-
-    async def put(self, model_uid: str, address: str) -> None:
-        self._addresses[model_uid] = address
-
-    async def xavier_models(self) -> list[str]:
-        return list(self._addresses)
-
-    async def xavier_tracker_address(self, model_uid: str) -> str:
-        if self._addresses[model_uid] == "gone":
-            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
-        return self._addresses[model_uid]
-
-
-class BareSupervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """A supervisor without our extension."""
-
-
-@pytest.fixture
-async def address() -> AsyncIterator[str]:
-    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    async with pool:
-        yield pool.external_address
-
-
-@pytest.fixture
-async def supervisor(address: str) -> Any:
-    return await xo.create_actor(Supervisor, address=address, uid="supervisor")
-
-
-@pytest.fixture(scope="module")
-def tracker_alone() -> Iterator[TrackerProcess]:
-    tracker = TrackerProcess()
-    yield tracker
-    tracker.kill()
-
-
-@pytest.fixture
-def remote_tracker(tracker_alone: TrackerProcess) -> Iterator[TrackerProcess]:
-    """The tracker of `MODEL`, in a process that a test may suspend."""
-    yield tracker_alone
-    send(tracker_alone, signal.SIGCONT)
-
-
-def send(tracker: TrackerProcess, number: signal.Signals) -> None:
-    assert tracker.process.pid is not None
-    os.kill(tracker.process.pid, number)
-
-
 async def add_model(supervisor: Any, address: str, model_uid: str) -> Any:
-    tracker = await xo.create_actor(
-        BlockTracker, model_uid, address=address, uid=tracker_uid(model_uid)
-    )
-    await supervisor.put(model_uid, address)
-    return tracker
+    await supervisor.put(model_uid)
+    return await create_tracker(address, model_uid)
 
 
 class Scraper:
     """`last` is the text of the last answer."""
 
     def __init__(self, supervisor: Any) -> None:
-        async def get_supervisor_ref() -> Any:
-            return supervisor
-
         app = FastAPI()
         app.state.registry = Registry()
         Counter("xinference:their_own_total", "Theirs.", registry=app.state.registry).inc({})
-        add_metrics(SimpleNamespace(app=app), TrackerGateway(get_supervisor_ref))
+        add_metrics(SimpleNamespace(app=app), gateway_to(supervisor))
         app.add_route("/metrics", metrics)
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://api", timeout=60
@@ -149,6 +86,12 @@ class Scraper:
                 found.setdefault(sample.name.removeprefix(PREFIX), []).append(sample)
         assert found["xinference:their_own_total"][0].value == 1
         return found
+
+
+@pytest.fixture
+async def supervisor(address: str) -> Any:
+    """Knows no model yet."""
+    return await xo.create_actor(Supervisor, address=address)
 
 
 @pytest.fixture
@@ -205,19 +148,23 @@ async def test_each_scrape_shows_the_current_state(
 
 async def test_names_are_escaped(scraper: Scraper, supervisor: Any, address: str) -> None:
     tracker = await add_model(supervisor, address, ODD)
-    await tracker.join("ns", Member("a", "127.0.0.1:1"), 36, Settings(), ODD)
+    await join(tracker, "a", ODD)
     found = await scraper.scrape()
     assert value(found, "tracker_up", model=ODD) == 1
     assert value(found, "replica_up", model=ODD, replica=ODD) == 0
 
 
 async def test_a_tracker_that_hangs_costs_its_own_figures_only(
-    scraper: Scraper, supervisor: Any, address: str, remote_tracker: TrackerProcess
+    scraper: Scraper,
+    supervisor: Any,
+    address: str,
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
 ) -> None:
+    process, its_address = stoppable_tracker
     await add_model(supervisor, address, "well")
-    await supervisor.put(MODEL, remote_tracker.address)
+    await supervisor.put(MODEL, its_address)
     assert value(await scraper.scrape(), "tracker_up", model=MODEL) == 1
-    send(remote_tracker, signal.SIGSTOP)
+    process.send_signal(signal.SIGSTOP)
     await asyncio.sleep(exporter_module.MAX_AGE)
     for missed in (1, 2, 3):
         began = time.monotonic()
@@ -228,19 +175,20 @@ async def test_a_tracker_that_hangs_costs_its_own_figures_only(
         assert value(found, "tracker_up", model=MODEL) == 0
         assert value(found, "scrape_failures_total") == missed
         assert [sample.labels["model"] for sample in found["enabled"]] == ["well"]
-    send(remote_tracker, signal.SIGCONT)
+    process.send_signal(signal.SIGCONT)
     async with asyncio.timeout(60):
         while value(await scraper.scrape(), "tracker_up", model=MODEL) != 1:
             pass
 
 
 async def test_a_supervisor_that_hangs_is_not_up(
-    address: str, remote_tracker: TrackerProcess
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
 ) -> None:
-    send(remote_tracker, signal.SIGSTOP)
+    process, its_address = stoppable_tracker
+    process.send_signal(signal.SIGSTOP)
 
     async def hanging() -> Any:
-        return await xo.actor_ref(address=remote_tracker.address, uid="supervisor")
+        return await xo.actor_ref(address=its_address, uid="supervisor")
 
     exporter = Exporter(TrackerGateway(hanging))
     registry = Registry()
@@ -269,25 +217,20 @@ async def test_all_answers_share_the_time_of_the_scrape(
     assert all(0 < part < whole for part in parts)
 
 
-async def test_a_supervisor_without_our_part_is_not_up(address: str) -> None:
-    bare = await xo.create_actor(BareSupervisor, address=address, uid="bare")
-    scraper = Scraper(bare)
-    assert value(await scraper.scrape(), "up") == 0
-
-
-async def test_a_missing_answer_is_logged_once_and_counted(
+async def test_a_supervisor_without_our_part_is_not_up_which_is_logged_once_and_counted(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scraper = Scraper(await xo.create_actor(BareSupervisor, address=address, uid="bare"))
+    scraper = Scraper(await xo.create_actor(Bare, address=address))
     for missed in range(1, 5):
-        assert value(await scraper.scrape(), "scrape_failures_total") == missed
+        found = await scraper.scrape()
+        assert (value(found, "up"), value(found, "scrape_failures_total")) == (0, missed)
     assert len(messages(caplog)) == 1
 
 
 async def test_a_model_that_ends_during_a_scrape_is_no_failure(
     scraper: Scraper, supervisor: Any
 ) -> None:
-    await supervisor.put("m", "gone")
+    await supervisor.put("m", None)
     found = await scraper.scrape()
     assert value(found, "up") == 1
     assert value(found, "scrape_failures_total") == 0
@@ -305,11 +248,8 @@ def test_a_scrape_leaves_prometheus_half_of_its_time(said: str, seconds: float) 
 async def test_an_api_that_restarts_in_its_process_replaces_the_collectors(
     supervisor: Any,
 ) -> None:
-    async def get_supervisor_ref() -> Any:
-        return supervisor
-
     registry = Registry()
-    first, second = (Exporter(TrackerGateway(get_supervisor_ref)) for _ in range(2))
+    first, second = (Exporter(gateway_to(supervisor)) for _ in range(2))
     first.register(registry)
     second.register(registry)
     assert len(registry.get_all()) == len(FAMILIES)

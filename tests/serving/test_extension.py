@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import httpx
-from fastapi import APIRouter, FastAPI, Request, Response
-from xinference.extensions import EXTENSION_API_VERSION, APIExtensionContext
+from fastapi import Request, Response
+from xinference.extensions import EXTENSION_API_VERSION
 
+from tests.serving.supervisors import api_context
 from xinference_xavier import __version__
 from xinference_xavier.serving.extension import XavierExtension
 
@@ -33,47 +34,15 @@ def test_every_device_stays_visible() -> None:
     assert visible is not worker["gpu_devices"]
 
 
-def test_it_adds_its_routes_and_pages() -> None:
-    router = APIRouter()
-
-    async def get_supervisor_ref() -> object:
-        raise AssertionError("nothing calls the supervisor at start")
-
-    XavierExtension().configure_api(
-        APIExtensionContext(
-            app=FastAPI(),
-            router=router,
-            auth_service=None,
-            auth_enabled=False,
-            get_supervisor_ref=get_supervisor_ref,
-        )
-    )
-    paths = {route.path for route in router.routes}
-    assert paths >= {"/v1/xavier/{model_uid}", "/xavier/", "/xavier"}
-
-
 async def test_what_xinference_refuses_costs_nothing() -> None:
     """xinference answers so to an address that is not allowed."""
-    app, asked = FastAPI(), []
+    context = api_context()  # its supervisor may not be called
 
-    @app.middleware("http")
+    @context.app.middleware("http")
     async def refuse(request: Request, _: Any) -> Response:
         return Response("Access denied", 403)
 
-    async def get_supervisor_ref() -> object:
-        asked.append("the supervisor")
-        raise ConnectionRefusedError
-
-    XavierExtension().configure_api(
-        APIExtensionContext(
-            app=app,
-            router=APIRouter(),
-            auth_service=None,
-            auth_enabled=False,
-            get_supervisor_ref=get_supervisor_ref,
-        )
-    )
-    transport = httpx.ASGITransport(app)
+    XavierExtension().configure_api(context)
+    transport = httpx.ASGITransport(context.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
-        answer = await client.get("/metrics")
-    assert (answer.status_code, asked) == (403, [])
+        assert (await client.get("/metrics")).status_code == 403

@@ -95,19 +95,7 @@ def test_each_figure_has_its_metric() -> None:
     found = scraped([member("m-0", stats())])
     for source, tokens in stats()["hits"].items():
         assert value(found, "prompt_tokens_total", source=source) == tokens
-    assert {
-        name: value(found, name, model="m", replica="m-0")
-        for name in (
-            "requests_total", "prefill_tokens_per_second", "saved_seconds", "fetching_chunks",
-            "grants", "grants_refused_total", "published_chunks", "mirrored_chunks",
-            "transfer_restarts_total", "fetches_slower_than_prefill_total",
-            "predicted_fetch_seconds_total",
-            "fetch_prediction_error_seconds_total", "claimed_prefixes_total", "wait_seconds_total",
-            "unreleased_grants_total", "mirror_dropped_chunks_total", "backlog_refused_total",
-            "transfer_failed_calls_total", "warm_join_chunks_total", "warm_join_seconds",
-            "warm_join_failures_total", "scheduler_errors_total",
-        )
-    } == {
+    figures = {
         "requests_total": 5, "prefill_tokens_per_second": 600.0, "saved_seconds": 7.5,
         "fetching_chunks": 3, "grants": 1, "grants_refused_total": 9, "published_chunks": 30,
         "mirrored_chunks": 40, "transfer_restarts_total": 1,
@@ -119,6 +107,7 @@ def test_each_figure_has_its_metric() -> None:
         "warm_join_chunks_total": 27, "warm_join_seconds": 3.5, "warm_join_failures_total": 28,
         "scheduler_errors_total": 29,
     }  # fmt: skip
+    assert {name: value(found, name, model="m", replica="m-0") for name in figures} == figures
     for way, count in (("fetched", 11), ("computed", 12)):
         assert value(found, "fetch_decisions_total", way=way) == count
     for outcome, count in (("arrived", 9), ("given_up", 6)):
@@ -135,18 +124,22 @@ def test_a_pools_states_add_up_to_its_size() -> None:
 
 
 def test_fetches_by_transport_outcome_and_reason() -> None:
-    figures = fetched((None, 0.02, 100), (None, 0.3, 200), ("timeout", 5.0, 0), ("link", 1.0, 50))
-    found = scraped([member("m-0", figures)])
+    link = ("link", 1.0, 50), ("link", 1.0, 0)
+    found = scraped(
+        [member("m-0", fetched((None, 0.02, 100), (None, 0.3, 200), ("timeout", 5.0, 0), *link))]
+    )
     fetches = {(s["outcome"], s["reason"]): count for s, count in found["fetches_total"]}
     assert fetches == {
         ("committed", ""): 2,
         ("rolled_back", "timeout"): 1,
-        ("rolled_back", "link"): 1,
+        ("rolled_back", "link"): 2,
     }
     assert value(found, "received_bytes_total", transport="gloo") == 350
-    assert value(found, "fetch_size_bytes", transport="gloo")["count"] == 3, (
-        "one fetch brought nothing"
-    )
+    sizes = value(found, "fetch_size_bytes", transport="gloo")
+    assert (sizes["count"], sizes["sum"]) == (3, 350), "two fetches brought nothing"
+    for outcome, seconds in (("committed", 0.32), ("rolled_back", 7.0)):
+        durations = value(found, "fetch_duration_seconds", outcome=outcome)
+        assert durations["sum"] == pytest.approx(seconds)
 
 
 def test_buckets_are_cumulative_and_include_their_bound() -> None:
@@ -189,10 +182,14 @@ def test_chunks_and_calls_that_a_tracker_had_no_room_for() -> None:
         assert value(found, "tracker_lost_hook_events_total", model="m", reason=reason) == count
 
 
-def routed(**figures: Any) -> Samples:
-    """A scrape of a process that routes."""
+def scraped_with(**part: Any) -> Samples:
+    """A scrape of a process that adds a part to the report of a model without replicas."""
     status = report({"model_uid": "m", "enabled": True, "namespaces": {}})
-    return samples({"m": {**status, "routing": figures}}, up=True, failures=0)
+    return samples({"m": {**status, **part}}, up=True, failures=0)
+
+
+def routed(**figures: Any) -> Samples:
+    return scraped_with(routing=figures)
 
 
 def test_figures_of_routing() -> None:
@@ -224,9 +221,7 @@ def test_every_reason_of_a_choice_has_a_series_from_the_start() -> None:
 
 
 def test_every_state_of_named_prefixes_has_a_series_from_the_start() -> None:
-    status = report({"model_uid": "m", "enabled": True, "namespaces": {}})
-    status["prefix_states"] = {"kept": 2, "made up": 9}
-    named = samples({"m": status}, up=True, failures=0)["named_prefixes"]
+    named = scraped_with(prefix_states={"kept": 2, "made up": 9})["named_prefixes"]
     counts = {labels["state"]: count for labels, count in named}
     assert counts == {"kept": 2, "computing": 0, "waiting": 0, "failed": 0}
 
@@ -320,12 +315,10 @@ def test_a_peer_cannot_invent_values_of_labels() -> None:
 
 def test_the_most_series_that_a_replica_can_have() -> None:
     """A cluster has at most so many for each replica."""
-    ended = [(None, 1.0, 1), *((reason, 1.0, 1) for reason in ROLLBACKS)]
-    figures = FetchStats()
-    for reason, seconds, size in ended:
-        figures.ended(reason, seconds, size)
-    by_transport = {name: asdict(figures) for name in ("", "gloo", "shared_memory")}
-    found = scraped([member("m-0", stats(fetches={"by_transport": by_transport}))])
+    figures = fetched((None, 1.0, 1), *((reason, 1.0, 1) for reason in ROLLBACKS))
+    fetches = figures["fetches"]["by_transport"]
+    fetches |= dict.fromkeys(("", "shared_memory"), fetches["gloo"])
+    found = scraped([member("m-0", figures)])
     of_replica = [labels for _, labels in labels_of(found) if "replica" in labels]
     buckets = 3 * (2 * (len(SECONDS_BOUNDS) + 3) + len(BYTES_BOUNDS) + 3)
     routed = 2

@@ -1,4 +1,5 @@
-"""The API process keeps prefixes from its start to its end, and asks replicas like a client."""
+"""Named prefixes in the API process: their REST routes, with a store and a keeper, and what other
+requests and replicas get of them. The cluster is a model of one."""
 
 from __future__ import annotations
 
@@ -9,20 +10,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException, Request
+from xinference import extensions
 
-from tests.frontend.test_keeper import Cluster
+from tests.frontend.test_keeper import MODEL, Cluster
+from tests.serving.supervisors import ref_to
+from xinference_xavier.client.client import _tenant
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.prefix import NewPrefix, Terms
+from xinference_xavier.frontend import keeper
+from xinference_xavier.frontend.prefix import MAX_NAME, NewPrefix, Terms
 from xinference_xavier.serving import prefixes as module
-from xinference_xavier.serving.prefixes import FILE, Prefixes, Starting
+from xinference_xavier.serving import sse
+from xinference_xavier.serving.prefixes import FILE, Prefixes, PrefixRoutes, Starting
+from xinference_xavier.stats.answers import SALT_HEADER
 
-MODEL = "model"
-GUIDE = NewPrefix("guide", "", {"prompt": "text"}, Terms())
+PATH = f"/v1/xavier/{MODEL}/prefixes"
+GUIDE = {"name": "travel guide", "prompt": "text"}
+STORED = NewPrefix("guide", "", {"prompt": "text"}, Terms())
 
 
 class Model:
+    """The model actor of every replica."""
+
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
@@ -33,39 +44,228 @@ class Model:
         self.asked.append(("chat", messages, config, how))
 
 
-class Supervisor:
-    def __init__(self) -> None:
-        self.models = {"m-0": Model()}
+class Named(Prefixes):
+    def __init__(self, cluster: Cluster, home: Path) -> None:
+        self.model = Model()
+        trackers: Any = SimpleNamespace(call=cluster.call)
+        super().__init__(trackers, ref_to(self), home)
+        self.keeper._call, self.keeper._ask = cluster.call, cluster.ask
+        self.keeper._loads = cluster.loads
 
     async def get_model(self, name: str, xavier_replica: bool = False) -> Model:
-        assert xavier_replica
-        return self.models[name]
+        """The supervisor's method."""
+        assert (name, xavier_replica) == ("m-0", True)
+        return self.model
+
+
+def access(request: Request, model_uid: str) -> None:
+    if "forbidden" in request.headers:
+        raise HTTPException(403, "not you")
 
 
 @pytest.fixture
-def supervisor() -> Supervisor:
-    return Supervisor()
-
-
-def made(supervisor: Supervisor, home: Path) -> Prefixes:
-    async def get() -> Supervisor:
-        return supervisor
-
-    trackers: Any = SimpleNamespace(call=Cluster().call, routers={})
-    return Prefixes(trackers, get, home)
+def cluster() -> Cluster:
+    return Cluster("m-0", "m-1")
 
 
 @pytest.fixture
-async def prefixes(supervisor: Supervisor, tmp_path: Path) -> AsyncIterator[Prefixes]:
-    prefixes = made(supervisor, tmp_path)
+async def prefixes(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Named]:
+    prefixes = Named(cluster, tmp_path)
     yield prefixes
     await prefixes.close()
 
 
-async def test_they_are_kept_with_the_server_s_start(
-    supervisor: Supervisor, tmp_path: Path
+@pytest.fixture
+async def started(prefixes: Named) -> Named:
+    await prefixes.start()
+    return prefixes
+
+
+@pytest.fixture
+async def client(started: Named) -> AsyncIterator[httpx.AsyncClient]:
+    app, routes = FastAPI(), PrefixRoutes(started, access)
+    path = "/v1/xavier/{model_uid}/prefixes"
+    app.add_api_route(path, routes.add, methods=["POST"])
+    app.add_api_route(path, routes.list, methods=["GET"])
+    app.add_api_route(path + "/{name}/events", routes.events, methods=["GET"])
+    one = {"GET": routes.show, "PATCH": routes.change, "DELETE": routes.remove}
+    for method, route in one.items():
+        app.add_api_route(path + "/{name}", route, methods=[method])
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        yield client
+
+
+async def names(client: httpx.AsyncClient, salt: str | None = None) -> list[str]:
+    answer = await client.get(PATH, headers={} if salt is None else {SALT_HEADER: salt})
+    return [each["name"] for each in answer.json()["prefixes"]]
+
+
+async def test_a_prefix_is_added_shown_changed_and_removed(client: httpx.AsyncClient) -> None:
+    added = await client.post(PATH, json=GUIDE)
+    assert (added.status_code, added.json()["state"]) == (201, "waiting")
+    shown = await client.get(f"{PATH}/travel%20guide")
+    assert (shown.status_code, shown.json()["name"]) == (200, "travel guide")
+    changed = await client.patch(f"{PATH}/travel%20guide", json={"ttl": "7d", "copies": "all"})
+    assert (changed.status_code, changed.json()["ttl"]) == (200, 7 * 86400)
+    assert await names(client) == ["travel guide"]
+    assert (await client.delete(f"{PATH}/travel%20guide")).json() == {"removed": "travel guide"}
+    assert await names(client) == []
+
+
+async def test_progress_is_a_stream_of_events(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefixes, reached = made(supervisor, tmp_path), []
+    monkeypatch.setattr(keeper, "TICK", 0.0)
+    monkeypatch.setattr(module, "TICK", 0.0)
+    await client.post(PATH, json=GUIDE)
+    answer = await client.get(f"{PATH}/travel%20guide/events")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line for line in answer.text.splitlines() if line.startswith("event: ")]
+    assert set(events) == {"event: prefix"}
+    *before, last = answer.text.strip().split("\r\n\r\n")
+    assert '"state": "kept"' in last
+    assert not any('"state": "kept"' in each for each in before)
+
+
+async def test_only_so_many_listen_to_progress(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "MAX_LISTENERS", 0)
+    await client.post(PATH, json=GUIDE)
+    answer = await client.get(f"{PATH}/travel%20guide/events")
+    assert (answer.status_code, "streams are open" in answer.text) == (503, True)
+
+
+async def test_the_stream_of_a_name_that_is_removed_ends(
+    started: Named, client: httpx.AsyncClient
+) -> None:
+    await client.post(PATH, json=GUIDE)
+    (prefix,) = started.names.of(MODEL)
+    await client.delete(f"{PATH}/travel%20guide")
+    (gone,) = [each async for each in PrefixRoutes(started, access)._progress(prefix)]
+    assert gone["event"] == "gone"
+
+
+async def test_no_tenant_sees_another_s_names(client: httpx.AsyncClient) -> None:
+    await client.post(PATH, json={**GUIDE, "cache_salt": "a"})
+    assert await names(client) == await names(client, "b") == []
+    assert await names(client, "a") == ["travel guide"]
+    assert (await client.get(f"{PATH}/travel%20guide")).status_code == 404
+
+
+async def test_a_salt_in_a_url_is_refused(client: httpx.AsyncClient) -> None:
+    """A client that sent it there would see the names of no tenant."""
+    answer = await client.get(f"{PATH}?cache_salt=a")
+    assert (answer.status_code, SALT_HEADER in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize("salt", [" a ", "a+b/c==", "100%41", "手册", "x" * 256])
+async def test_a_salt_of_any_text_fits_into_the_header(
+    client: httpx.AsyncClient, salt: str
+) -> None:
+    answer = await client.post(PATH, json={**GUIDE, "cache_salt": salt})
+    assert answer.status_code == 201, answer.text
+    assert await names(client, _tenant(salt)[SALT_HEADER]) == ["travel guide"]
+
+
+async def test_prefixes_are_of_the_salt_that_an_extension_supplies(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that claims another one sees and changes nothing of it."""
+
+    def supply(request: Request) -> SimpleNamespace:
+        return SimpleNamespace(value=request.headers["x-key"])
+
+    await client.post(PATH, json={**GUIDE, "cache_salt": "alice"})
+    monkeypatch.setattr(extensions, "resolve_cache_salt", supply, raising=False)
+    claim = {"x-key": "mallory", SALT_HEADER: "alice"}
+    path = f"{PATH}/travel%20guide"
+    assert (await client.get(PATH, headers=claim)).json() == {"prefixes": []}
+    for method in ("GET", "PATCH", "DELETE"):
+        assert (await client.request(method, path, json={}, headers=claim)).status_code == 404
+    added = await client.post(PATH, json={**GUIDE, "cache_salt": "alice"}, headers=claim)
+    assert added.status_code == 201
+    assert (await client.delete(path, headers=claim)).status_code == 200
+    assert (await client.get(path, headers={"x-key": "alice"})).status_code == 200
+
+
+async def test_without_the_supplied_salt_there_is_no_answer(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: Request) -> None:
+        raise RuntimeError("the password is 1234")
+
+    monkeypatch.setattr(extensions, "resolve_cache_salt", fail, raising=False)
+    answer = await client.get(PATH)
+    assert (answer.status_code, "1234" in answer.text) == (500, False)
+
+
+@pytest.mark.parametrize("method", ["GET", "PATCH", "DELETE"])
+async def test_unknown_names(client: httpx.AsyncClient, method: str) -> None:
+    await client.post(PATH, json=GUIDE)
+    answer = await client.request(method, f"{PATH}/travel", json={})
+    assert answer.status_code == 404
+    assert answer.headers["x-xavier-not-found"] == "prefix"
+    assert "has no prefix named 'travel'; did you mean 'travel guide'?" in answer.text
+
+
+async def test_a_model_that_does_not_share(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/xavier/other/prefixes", json=GUIDE)
+    assert (answer.status_code, answer.headers["x-xavier-not-found"]) == (404, "model")
+
+
+async def test_wrong_requests(client: httpx.AsyncClient, cluster: Cluster) -> None:
+    answer = await client.post(PATH, json={**GUIDE, "name": "x" * (MAX_NAME + 1)})
+    assert (answer.status_code, "use at most 200" in answer.text) == (400, True)
+    for wrong in ("", "%ff", "%00", "x" * 257):
+        assert (await client.get(PATH, headers={SALT_HEADER: wrong})).status_code == 400
+    cluster.tokens = 5
+    answer = await client.post(PATH, json=GUIDE)
+    assert (answer.status_code, "give a prefix of at least 128" in answer.text) == (400, True)
+    assert await names(client) == []
+
+
+async def test_a_body_that_is_too_long(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_BODY", 10)
+    assert (await client.post(PATH, json=GUIDE)).status_code == 413
+
+
+async def test_a_file_that_cannot_be_written(
+    started: Named, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.post(PATH, json=GUIDE)
+
+    def full(*args: object) -> Any:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for method in ("_add", "_delete"):
+        monkeypatch.setattr(started.names._store, method, full)
+    for answer in (
+        await client.post(PATH, json=GUIDE),
+        await client.delete(f"{PATH}/travel%20guide"),
+    ):
+        assert answer.status_code == 503
+        assert "the names of prefixes cannot be changed: database or disk is full" in answer.text
+    assert await names(client) == ["travel guide"]
+
+
+async def test_only_those_who_may_ask_the_model(client: httpx.AsyncClient) -> None:
+    await client.post(PATH, json=GUIDE)
+    forbidden = {"forbidden": "1"}
+    for method, path in (("GET", PATH), ("POST", PATH), ("DELETE", f"{PATH}/travel%20guide")):
+        answer = await client.request(method, path, json=GUIDE, headers=forbidden)
+        assert answer.status_code == 403
+    assert await names(client) == ["travel guide"]
+
+
+# -- for requests and replicas ----------------------------------------------------------------
+
+
+async def test_they_are_kept_with_the_server_s_start(cluster: Cluster, tmp_path: Path) -> None:
+    prefixes, reached = Named(cluster, tmp_path), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         reached.append((scope["type"], prefixes.names.failure))
@@ -80,7 +280,7 @@ async def test_they_are_kept_with_the_server_s_start(
 
 
 async def test_a_file_that_cannot_be_opened_leaves_the_server_alone_and_is_tried_again(
-    prefixes: Prefixes, tmp_path: Path
+    prefixes: Named, tmp_path: Path
 ) -> None:
     (tmp_path / FILE).mkdir(parents=True)
     await prefixes.start()
@@ -93,48 +293,46 @@ async def test_a_file_that_cannot_be_opened_leaves_the_server_alone_and_is_tried
     assert (status["prefixes"], status["prefix_states"]) == ([], {})
     (tmp_path / FILE).rmdir()
     await prefixes.names.tend()
-    await prefixes.names.add(MODEL, GUIDE)
-    assert await prefixes.content_of(MODEL, "", "guide") == GUIDE.content
+    await prefixes.names.add(MODEL, STORED)
+    assert await prefixes.content_of(MODEL, "", "guide") == STORED.content
 
 
-async def test_only_names_without_a_tenant_are_public(prefixes: Prefixes) -> None:
-    await prefixes.start()
-    await prefixes.names.add(MODEL, GUIDE)
-    await prefixes.names.add(MODEL, GUIDE._replace(name="secret", tenant="a"))
-    status = prefixes.status(MODEL)
+async def test_only_names_without_a_tenant_are_public(started: Named, cluster: Cluster) -> None:
+    cluster.replicas.clear()
+    await started.names.add(MODEL, STORED)
+    await started.names.add(MODEL, STORED._replace(name="secret", tenant="a"))
+    status = started.status(MODEL)
     assert [each["name"] for each in status["prefixes"]] == ["guide"]
     async with asyncio.timeout(30):
         while status["prefix_states"] != {"waiting": 2}:
             await asyncio.sleep(0)
-            status = prefixes.status(MODEL)
+            status = started.status(MODEL)
 
 
-async def test_a_request_gets_a_name_s_content(prefixes: Prefixes) -> None:
-    await prefixes.start()
-    await prefixes.names.add(MODEL, GUIDE)
-    assert await prefixes.content_of(MODEL, "", "guide") == GUIDE.content
+async def test_a_request_gets_a_name_s_content(started: Named) -> None:
+    await started.names.add(MODEL, STORED)
+    assert await started.content_of(MODEL, "", "guide") == STORED.content
     with pytest.raises(PrefixNotFoundError):
-        await prefixes.content_of(MODEL, "b", "guide")
+        await started.content_of(MODEL, "b", "guide")
 
 
 async def test_the_status_shows_those_that_were_used_last(
-    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+    started: Named, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SHOWN", 2)
-    await prefixes.start()
     for name in "abcd":
-        await prefixes.names.add(MODEL, GUIDE._replace(name=name))
-    await prefixes.content_of(MODEL, "", "b")
-    assert [each["name"] for each in prefixes.status(MODEL)["prefixes"]] == ["b", "d"]
+        await started.names.add(MODEL, STORED._replace(name=name))
+    await started.content_of(MODEL, "", "b")
+    assert [each["name"] for each in started.status(MODEL)["prefixes"]] == ["b", "d"]
 
 
 async def test_while_names_cannot_be_read_a_request_is_told_so(
-    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+    prefixes: Named, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(HTTPException, match="503: the server starts"):
         await prefixes.content_of(MODEL, "", "guide")
     await prefixes.start()
-    await prefixes.names.add(MODEL, GUIDE)
+    await prefixes.names.add(MODEL, STORED)
 
     def fails(*args: object) -> Any:
         raise sqlite3.OperationalError("disk I/O error")
@@ -143,7 +341,7 @@ async def test_while_names_cannot_be_read_a_request_is_told_so(
         patch.setattr(prefixes.names._store, "_version", fails)
         with pytest.raises(HTTPException, match="503: the names of prefixes cannot be read: disk"):
             await prefixes.content_of(MODEL, "", "guide")
-    assert await prefixes.content_of(MODEL, "", "guide") == GUIDE.content
+    assert await prefixes.content_of(MODEL, "", "guide") == STORED.content
 
 
 @pytest.mark.parametrize(
@@ -160,8 +358,7 @@ async def test_while_names_cannot_be_read_a_request_is_told_so(
     ],
 )
 async def test_a_replica_is_asked_for_one_token(
-    prefixes: Prefixes, supervisor: Supervisor, content: Any, tenant: str, asked: Any
+    started: Named, content: Any, tenant: str, asked: Any
 ) -> None:
-    await prefixes.start()
-    await prefixes._ask(MODEL, "m-0", content, tenant, "number 1")
-    assert supervisor.models["m-0"].asked == [(*asked, {"request_id": "number 1"})]
+    await started._ask(MODEL, "m-0", content, tenant, "number 1")
+    assert started.model.asked == [(*asked, {"request_id": "number 1"})]

@@ -10,24 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import APIRouter, FastAPI, HTTPException
+from fastapi import HTTPException
 from xinference.api import restful_api
 from xinference.api.oauth2.advanced.auth_service import AdvancedAuthService
 from xinference.core.supervisor import SupervisorActor
 from xinference.core.worker import WorkerActor
-from xinference.extensions import APIExtensionContext
 
 from tests.serving.launch.launching import ARGUMENTS, supervisor_class
+from tests.serving.supervisors import api_context, gateway_to
 from xinference_xavier.client.doctor import Finding, process_findings
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.answers import model_access
 from xinference_xavier.serving.extension import XavierExtension
-from xinference_xavier.serving.gateway import (
-    TrackerGateway,
-    cluster_info,
-    supervisor_process_info,
-)
+from xinference_xavier.serving.gateway import cluster_info, supervisor_process_info
 from xinference_xavier.serving.launch.supervisor import xavier_models
+from xinference_xavier.serving.routing import RoutingMiddleware
 from xinference_xavier.serving.seam import Feature
 
 
@@ -116,25 +113,16 @@ async def test_without_sharing_launches_are_xinference_s(monkeypatch: pytest.Mon
     assert await xavier_models(supervisor) == []
 
 
-def context(**auth: Any) -> APIExtensionContext:
-    async def get_supervisor_ref() -> object:
-        raise AssertionError("nothing calls the supervisor at start")
-
-    auth = {"auth_service": None, "auth_enabled": False, **auth}
-    return APIExtensionContext(
-        app=FastAPI(), router=APIRouter(), get_supervisor_ref=get_supervisor_ref, **auth
-    )
-
-
 def test_an_api_without_any_of_it_has_our_routes_and_says_what_is_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     missing = {feature: {"xinference": ("nothing",)} for feature in Feature}
     monkeypatch.setattr(seam, "NEEDS", missing)
     monkeypatch.setattr(seam, "NEWER", frozenset())
-    before, api = restful_api.require_model, context()
+    before, api = restful_api.require_model, api_context()
     XavierExtension().configure_api(api)
     assert restful_api.require_model is before
+    assert RoutingMiddleware not in [each.cls for each in api.app.user_middleware]
     assert {"/v1/xavier/{model_uid}", "/xavier/"} <= {route.path for route in api.router.routes}
     logged = [each.message for each in caplog.records if each.name == seam.logger.name]
     assert len(logged) == len(Feature)
@@ -143,9 +131,9 @@ def test_an_api_without_any_of_it_has_our_routes_and_says_what_is_off(
 def test_without_xinference_s_check_nobody_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(AdvancedAuthService, "validate_model_access")
     request: Any = SimpleNamespace(state=SimpleNamespace(), headers={})
-    model_access(context())(request, "m")
+    model_access(api_context())(request, "m")
     with pytest.raises(HTTPException, match="403"):
-        model_access(context(auth_service=object(), auth_enabled=True))(request, "m")
+        model_access(api_context(object()))(request, "m")
 
 
 async def test_doctor_reports_what_was_missing_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +143,9 @@ async def test_doctor_reports_what_was_missing_at_start(monkeypatch: pytest.Monk
     supervisor = SimpleNamespace(address="127.0.0.1:1")  # it knows no workers either
     supervisor.xavier_process_info = lambda: supervisor_process_info(supervisor)
     supervisor.xavier_models = lambda: xavier_models(supervisor)
-
-    async def get_supervisor_ref() -> Any:
-        return supervisor
-
-    gateway = TrackerGateway(get_supervisor_ref)
+    gateway = gateway_to(supervisor)
     assert (await cluster_info(gateway))["api"]["faults"] == {}
-    XavierExtension().configure_api(context())
+    XavierExtension().configure_api(api_context())
     findings = [*process_findings(await cluster_info(gateway))]
     assert [*map(known, findings)] == [
         (f"SupervisorActor._gen_model_uid is gone: {Feature.SHARING}", True),

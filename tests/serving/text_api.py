@@ -140,9 +140,15 @@ class TextApi:
             await self.end(name)
 
     async def ask(
-        self, path: str, text: str = "hi", headers: dict[str, str] | None = None, **more: Any
+        self,
+        path: str,
+        text: str = "hi",
+        headers: dict[str, str] | None = None,
+        model: str = "m",
+        **more: Any,
     ) -> httpx.Response:
-        return await self.client.post(path, json=body_of(path, "m", text, **more), headers=headers)
+        body = body_of(path, model, text, **more)
+        return await self.client.post(path, json=body, headers=headers)
 
     async def asked(self) -> list[Asked]:
         """What the replicas were asked."""

@@ -62,8 +62,8 @@ class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Answers with two words, of which the second is its name. Counts requests as xinference's
     decorator `request_limit` does: a stream keeps its place until `decrease_serve_count`.
 
-    `fails` is raised when it is asked, `breaks` before the first word of a stream. With `hangs`,
-    the first word of a stream does not come.
+    `fails` is raised when it is asked, `breaks` before the next word of a stream. With `hangs`,
+    neither the first word nor an answer that is not streamed comes.
     """
 
     def __init__(self, name: str) -> None:
@@ -137,15 +137,24 @@ class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         if asked.config.get("stream"):
             self._serving += 1
             return self._words(asked.method)
+        if self._hangs:
+            await asyncio.Event().wait()
         return json.dumps(_answer(asked.method, f"by {self._name}")).encode()
 
     async def _words(self, method: str) -> AsyncIterator[bytes]:
-        if self._breaks is not None:
-            raise self._breaks
         if self._hangs:
             await asyncio.Event().wait()
         for word in ("by", self._name):
+            if self._breaks is not None:
+                raise self._breaks
             yield f"data: {json.dumps(_answer(method, word, streamed=True))}\r\n\r\n".encode()
+
+
+def text_of(answer: bytes) -> str:
+    """The words in an answer, or in a part of a stream."""
+    (choice,) = json.loads(answer.decode().removeprefix("data: "))["choices"]
+    said = choice if "text" in choice else choice.get("delta") or choice["message"]
+    return str(said.get("text") or said["content"])
 
 
 def _ids(kwargs: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -25,7 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from tests.engine.vllm_scheduler import output_of, starts_of
 from tests.simulation.contents import BLOCK_TOKENS, LAYERS, Group, Layout, Numbers, Text, ages
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.worker import HostWorker
 from xinference_xavier.pool.region import Region
 
 _NO_CONTEXT: Any = None

@@ -1,32 +1,96 @@
-"""A tracker's status as a report."""
+"""Dataclasses are read from anything that a peer sends, and added up; a tracker's status becomes a
+report, and the sums of the replicas' counts, sampled over an hour, its history."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import json
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import xoscar as xo
 
 from xinference_xavier.protocol.tracker import Member, Settings
-from xinference_xavier.stats.report import report
+from xinference_xavier.stats import report as module
+from xinference_xavier.stats.report import (
+    INTERVAL,
+    MAX_NUMBER,
+    MAX_SAMPLES,
+    History,
+    add,
+    read,
+    report,
+)
 from xinference_xavier.tracker.actor import BlockTracker
 
 RAISES = "json:loads"
 """This hook raises at every event, because none is JSON text."""
 
 
-@pytest.fixture
-async def tracker() -> AsyncIterator[Any]:
-    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    async with pool:
-        yield await xo.create_actor(
-            BlockTracker, "m", max_keys=1, hooks=RAISES, address=pool.external_address, uid="t"
-        )
+@dataclass
+class Inner:
+    count: int = 0
+    by_name: dict[str, int] = field(default_factory=dict)
 
 
-async def test_what_a_tracker_drops_and_loses_is_reported(tracker: Any) -> None:
+@dataclass
+class Outer:
+    name: str
+    total: float = 0.0
+    speed: float | None = None
+    enabled: bool = True
+    inner: Inner = field(default_factory=Inner)
+    parts: dict[str, Inner] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+def test_values_are_read_at_every_depth() -> None:
+    sent = {
+        "name": "a",
+        "total": 1.5,
+        "speed": 2,
+        "enabled": False,
+        "inner": {"count": 3, "by_name": {"x": 4}},
+        "parts": {"y": {"count": 5}},
+        "numbers": [6, 7],
+    }
+    inner, part = Inner(3, {"x": 4}), Inner(5)
+    assert read(Outer, sent) == Outer("a", 1.5, 2, False, inner, {"y": part}, [6, 7], sent)
+
+
+@pytest.mark.parametrize("number", ["1", None, True, -1, math.nan, math.inf, MAX_NUMBER, [1], {}])
+def test_anything_but_a_number_counts_as_zero(number: Any) -> None:
+    sent = {"count": number, "by_name": {"x": number}}
+    outer = read(Outer, {"name": "a", "inner": sent, "total": number, "numbers": [number, 1]})
+    assert (outer.inner, outer.total, outer.numbers) == (Inner(0, {"x": 0}), 0, [0, 1])
+
+
+@pytest.mark.parametrize("nonsense", [1, "a", None, [1], [[]]])
+def test_anything_but_an_object_counts_as_an_empty_one(nonsense: Any) -> None:
+    sent = {"name": "a", "inner": nonsense, "parts": nonsense, "enabled": nonsense}
+    outer = read(Outer, sent)
+    assert (outer.inner, outer.parts, outer.enabled) == (Inner(), {}, False)
+    assert read(Inner, nonsense) == Inner()
+
+
+def test_sums() -> None:
+    total = Inner()
+    for count in (1, 2):
+        add(total, Inner(count, {"x": count, str(count): 1}))
+    assert total == Inner(3, {"x": 3, "1": 1, "2": 1})
+
+
+# -- reports ----------------------------------------------------------------------------------
+
+
+async def test_what_a_tracker_drops_and_loses_is_reported(pool: Any) -> None:
+    tracker = await xo.create_actor(
+        BlockTracker, "m", max_keys=1, hooks=RAISES, address=pool.external_address, uid="t"
+    )
     await tracker.join("ns", Member("a", "127.0.0.1:1"), 2, Settings())
     await tracker.replace("ns", "a", 1, b"k1k2k3")
 
@@ -74,3 +138,79 @@ def test_a_peer_breaks_neither_the_sums_nor_the_page() -> None:
     assert (first["fetches"]["rolled_back"], first["pool"]["rows"]) == ({}, 0)
     assert first["colour"] == "red", "a newer replica's field"
     assert (reported["totals"]["hits"]["remote"], reported["totals"]["requests"]) == (3, 2)
+
+
+# -- history ----------------------------------------------------------------------------------
+
+
+def stats(peers: int) -> dict[str, Any]:
+    return {
+        "hits": {"prefix_cache": 1, "local_pool": 2, "remote": peers, "computed": 4},
+        "bytes_received": 10 * peers,
+        "requests": 5,
+        "seconds_saved": 0.5,
+        "fetches": {"started": 7, "committed": 6, "rolled_back": {"timeout": 1, "link": 2}},
+    }
+
+
+def last(history: History) -> dict[str, Any]:
+    sample: dict[str, Any] = history.to_dict()["samples"][-1]
+    return sample
+
+
+def test_a_sample_sums_up_all_replicas() -> None:
+    history = History()
+    history.record("a", stats(3))
+    history.record("b", stats(30))
+    history.tick(0.0, 1000.0)
+    assert last(history) == {
+        "time": 1000.0,
+        "hits": {"prefix_cache": 2, "local_pool": 4, "remote": 33, "computed": 8},
+        "bytes_received": 330,
+        "bytes_sent": 0,
+        "requests": 10,
+        "seconds_saved": 1.0,
+        "fetches": {"started": 14, "committed": 12, "rolled_back": {"any": 6}},
+    }
+
+
+def test_a_replica_s_report_replaces_its_last_one() -> None:
+    history = History()
+    for peers in (3, 4):
+        history.record("a", stats(peers))
+    history.tick(0.0, 0.0)
+    assert last(history)["hits"]["remote"] == 4
+
+
+def test_samples_are_an_interval_apart_and_reach_an_hour_back() -> None:
+    history = History()
+    for second in range(4000):
+        history.tick(float(second), float(second))
+    samples = history.to_dict()["samples"]
+    assert len(samples) == MAX_SAMPLES == 3600 / INTERVAL
+    times = [sample["time"] for sample in samples]
+    assert {after - before for before, after in itertools.pairwise(times)} == {INTERVAL}
+    assert samples[-1]["time"] == 3990.0
+
+
+def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that comes back is not counted twice."""
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
+    history = History()
+    for number in range(10):
+        history.record(str(number), stats(1))
+        history.record(str(number), stats(2))
+    assert len(history._latest) == 3
+    history.tick(0.0, 0.0)
+    assert last(history)["hits"]["remote"] == 20
+
+
+def test_nonsense_counts_as_zero() -> None:
+    """Figures come from peers, and must not break the tracker's report."""
+    history = History()
+    history.record("a", {"hits": None, "fetches": [1], "requests": math.nan})
+    history.record("b", {"hits": {"remote": "many"}, "fetches": {"rolled_back": {"a": "b"}}})
+    history.tick(0.0, 0.0)
+    sample = json.loads(json.dumps(last(history), allow_nan=False))
+    assert sample.pop("fetches")["rolled_back"] == {"any": 0}
+    assert set(sample.pop("hits").values()) == set(sample.values()) == {0}

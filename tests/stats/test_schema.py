@@ -1,11 +1,12 @@
-"""The figures that replicas report: each fetch and each observation counts once, and a client reads
-the answers of older and newer servers."""
+"""The figures of sharing and routing: each observation, request and forecast counts once, and a
+client reads the answers of older and newer servers."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
-import re
+import textwrap
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xinference_xavier.errors import ROLLBACKS
-from xinference_xavier.replica import donor, fetcher, transfer_process
+from xinference_xavier.routing import choice
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import (
     BYTES_BOUNDS,
+    CHOICES,
     SECONDS_BOUNDS,
     Counters,
     Decisions,
-    FetchStats,
     Histogram,
     Hits,
     KnownLoad,
@@ -34,17 +34,15 @@ from xinference_xavier.stats.schema import (
     TrackerStats,
     WaitCounts,
 )
-from xinference_xavier.transfer import links
-from xinference_xavier.transfer.links import ChecksumError
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 
 REPLICA: dict[str, Any] = {"incarnation": "a", "address": "10.0.0.1:1", "namespace": "n"}
+STATUS: dict[str, Any] = {"model_uid": "m", "enabled": True, "replicas": [], "totals": {}}
 
 
 def status(**replica: Any) -> ModelStatus:
-    raw = {"model_uid": "m", "enabled": True, "replicas": [REPLICA | replica], "totals": {}}
-    return read(ModelStatus, raw)
+    return read(ModelStatus, STATUS | {"replicas": [REPLICA | replica]})
 
 
 def test_before_the_first_request_nothing_was_reused() -> None:
@@ -74,7 +72,7 @@ def test_fields_that_only_a_newer_server_has_are_in_raw() -> None:
 def test_fields_that_every_server_has_are_required(name: str) -> None:
     raw = {key: value for key, value in REPLICA.items() if key != name}
     with pytest.raises(KeyError):
-        read(ModelStatus, {"model_uid": "m", "enabled": True, "replicas": [raw], "totals": {}})
+        read(ModelStatus, STATUS | {"replicas": [raw]})
 
 
 def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
@@ -94,13 +92,6 @@ def test_every_field_is_documented(kind: type[Any]) -> None:
     page = API.read_text()
     missing = {each.name for each in fields(kind) if f"`{each.name}`" not in page}
     assert missing <= {"raw", "transfer_pid"}
-
-
-@pytest.mark.parametrize(("value", "bucket"), [(0, 0), (1, 0), (1.5, 1), (2, 1), (2.1, 2), (99, 2)])
-def test_a_bucket_includes_its_bound(value: float, bucket: int) -> None:
-    histogram = Histogram.over((1.0, 2.0))
-    histogram.observe(value, (1.0, 2.0))
-    assert histogram.counts.index(1) == bucket
 
 
 @given(st.lists(st.integers(0, 1000)))
@@ -124,45 +115,37 @@ def test_bounds_grow(bounds: tuple[float, ...]) -> None:
     assert list(bounds) == sorted(set(bounds))
 
 
-def told(*ended: tuple[str | None, float, int]) -> dict[str, Any]:
-    stats = FetchStats()
-    for reason, seconds, size in ended:
-        stats.ended(reason, seconds, size)
-    as_told: dict[str, Any] = json.loads(json.dumps(asdict(stats)))
-    return as_told
+# -- routing ----------------------------------------------------------------------------------
 
 
-def test_seconds_by_outcome() -> None:
-    seconds = told((None, 0.5, 1), (None, 0.25, 1), ("timeout", 5.0, 0))["seconds"]
-    assert {outcome: sum(seen["counts"]) for outcome, seen in seconds.items()} == {
-        "committed": 2,
-        "rolled_back": 1,
-    }
-    assert {outcome: seen["sum"] for outcome, seen in seconds.items()} == {
-        "committed": 0.75,
-        "rolled_back": 5.0,
-    }
+def test_requests_by_reason_and_by_replica() -> None:
+    stats = RoutingStats()
+    for reason, replica in (("local", "m-0"), ("local", "m-1"), ("backlog", "m-0")):
+        stats.sent(reason, replica)
+    assert stats.choices == {"local": 2, "backlog": 1}
+    assert stats.replicas == {"m-0": 2, "m-1": 1}
 
 
-def test_sizes_of_whole_and_partial_fetches() -> None:
-    size = told((None, 1.0, 100), ("link", 1.0, 50), ("link", 1.0, 0))["bytes"]
-    assert (sum(size["counts"]), size["sum"]) == (2, 150)
+def test_errors_of_forecasts_do_not_cancel_out() -> None:
+    stats = RoutingStats()
+    stats.answered(predicted=1.0, actual=3.0)
+    stats.answered(predicted=4.0, actual=3.0)
+    assert (stats.forecasts, stats.predicted_s, stats.actual_s, stats.error_s) == (2, 5.0, 6.0, 3.0)
 
 
-def test_reasons() -> None:
-    assert told((None, 1.0, 1), ("link", 1.0, 0), ("link", 1.0, 0))["reasons"] == {"link": 2}
+def test_every_reason_of_a_choice_is_known() -> None:
+    source = ast.parse(textwrap.dedent(inspect.getsource(choice._reason)))
+    returned = [each.value for each in ast.walk(source) if isinstance(each, ast.Return)]
+    texts = {each.value for value in returned if value for each in ast.walk(value)
+             if isinstance(each, ast.Constant) and isinstance(each.value, str)}  # fmt: skip
+    assert texts == set(CHOICES)
 
 
-_BEFORE = r"GrantRefusedError\(|PullResult\(0, |_finish\(fetch, |reason(?:: [^=]+)? = |else "
-REASON = re.compile(rf'(?:{_BEFORE})"([a-z ]+)"')
+def test_a_client_reads_what_a_router_reports() -> None:
+    stats = RoutingStats(mode="auto", loads={"m-0": KnownLoad(1.5, 3, False)}, waiting=2)
+    stats.sent("fetch", "m-0")
+    assert read(ModelStatus, STATUS | {"routing": asdict(stats)}).routing == stats
 
 
-def test_metrics_know_every_reason() -> None:
-    """They would show any other as "other"."""
-    given = {
-        reason
-        for module in (fetcher, links, transfer_process, donor)
-        for reason in REASON.findall(inspect.getsource(module))
-    } | {links._reason(error) for error in (ChecksumError(), TimeoutError(), OSError())}
-    assert {"timeout", "checksum", "busy", "stopped", "donor gone", "refused", "link"} <= given
-    assert given <= set(ROLLBACKS)
+def test_a_server_that_does_not_route_has_no_mode() -> None:
+    assert status().routing == RoutingStats(mode="")

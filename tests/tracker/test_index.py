@@ -400,6 +400,5 @@ TestSharing = Sharing.TestCase
 TestSharing.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -45,7 +45,7 @@ from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import ENGINE, EngineConfig, WorkerNote, XavierSpec
 from xinference_xavier.engine.waiting import Arrivals
-from xinference_xavier.engine.worker.connector import OnlyLoads, WorkerSide
+from xinference_xavier.engine.worker import OnlyLoads, WorkerSide
 from xinference_xavier.engine.workload import goes_on, step_of, without_quiet
 from xinference_xavier.errors import ConfigError
 

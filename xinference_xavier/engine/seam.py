@@ -25,8 +25,7 @@ from vllm.v1.request import Request
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker
 
 OVERRIDES = (
     (XavierManager, base.OffloadingManager),

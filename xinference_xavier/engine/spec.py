@@ -16,6 +16,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,14 +45,17 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
-from xinference_xavier.engine.view import EngineView
 from xinference_xavier.engine.waiting import Arrivals
-from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion, device_worker
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
-from xinference_xavier.protocol.load import Serving
+from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
+from xinference_xavier.replica.canary import ProbeResult, Sketch
+from xinference_xavier.replica.inspect import Chunker
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime.host import free_memory_bytes
 
@@ -207,16 +211,7 @@ class XavierSpec(OffloadingSpec):
             }
             reports = self.kv_events_config.enable_kv_cache_events
             pool = Pool(region.rows, records_changes=reports)
-            replica = Replica(
-                self._xavier,
-                incarnation=self.config.engine_id,
-                namespace=identity.digest(fingerprint_fields),
-                key_bytes=identity.key_bytes(vllm_config),
-                region=region,
-                pool=pool,
-                fingerprint_fields=identity.readable(fingerprint_fields),
-                not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
-            )
+            tier = PeerTier(pool, Mirror(self.config.engine_id))
             sketcher = Sketcher(
                 region,
                 pool,
@@ -229,7 +224,7 @@ class XavierSpec(OffloadingSpec):
             layout = self.layout(vllm_config, kv_cache_config)
             self._manager = XavierManager(
                 pool,
-                replica.tier,
+                tier,
                 layout=layout,
                 serving=serving_of(self._xavier, layout, region.row_bytes),
                 row_bytes=region.row_bytes,
@@ -249,10 +244,21 @@ class XavierSpec(OffloadingSpec):
                 ),
                 arrivals=Arrivals.at(vllm_config),
                 shares=shares,
-                on_shutdown=replica.stop,
+                on_shutdown=lambda: replica.stop(),
             )
             chunker = PromptChunker(vllm_config, self.config, self._chunk_tokens)
-            replica.start(EngineView(self._manager, sketcher, chunker))
+            replica = Replica(
+                self._xavier,
+                engine=EngineView(self._manager, sketcher, chunker),
+                tier=tier,
+                incarnation=self.config.engine_id,
+                namespace=identity.digest(fingerprint_fields),
+                key_bytes=identity.key_bytes(vllm_config),
+                region=region,
+                fingerprint_fields=identity.readable(fingerprint_fields),
+                not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
+            )
+            replica.start()
             end_with_parent()
         return self._manager
 
@@ -298,3 +304,37 @@ def longest_probe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     tokens = blocks * min(group.kv_cache_spec.block_size for group in groups)
     longest: int = vllm_config.model_config.max_model_len
     return min(longest - 1, tokens)
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What the replica asks of its engine, on its background thread: a `replica.Engine`."""
+
+    manager: XavierManager
+    sketcher: Sketcher
+    chunker: Chunker
+    comparable: bool = True
+
+    def stats(self) -> dict[str, Any]:
+        return self.manager.stats()
+
+    def sketch(self, key: bytes) -> Sketch | None:
+        return self.sketcher.sketch(key)
+
+    def work_on_probes(self) -> list[ProbeResult]:
+        return self.manager.probes.work()
+
+    def load(self) -> Load:
+        return self.manager.workload.load()
+
+    def take_finished(self) -> list[Sequence[bytes]]:
+        return self.manager.take_finished()
+
+    def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
+        return self.manager.workload.take_prompts()
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        return self.manager.workload.take_computed()
+
+    def take_marked(self) -> tuple[MarkedPrompt, ...]:
+        return self.manager.workload.take_marked()

@@ -15,17 +15,17 @@ Every slot is in one of five states; `Pool` alone moves it between them:
 Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row.
 
 Threading: the scheduler thread reserves and evicts; the background thread pins, commits and aborts,
-reserves free slots, and goes through all rows, a portion at a time (`sweep.py`). A lock protects
+reserves free slots, and goes through all rows, a portion at a time. A lock protects
 each operation. `lookup` and `holds` take no lock.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from xinference_xavier.pool.changes import Changes
 from xinference_xavier.pool.eviction import Protection, SegmentedLRU
 
 
@@ -81,6 +81,39 @@ _Victims = Redundant | None
 
 def _never(_: Row) -> bool:
     return False
+
+
+class Changes:
+    """Which rows lookups find, or no longer find, since somebody last took the changes.
+
+    A row that came and went meanwhile is no change. So there are at most two changes for each slot
+    of the pool, even if nobody ever takes them. `Pool` calls all methods under its lock.
+    """
+
+    def __init__(self) -> None:
+        self._changes: dict[bytes, tuple[bytes, bool]] = {}  # by the rows' keys
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def add(self, rows: Iterable[Row], held: bool) -> None:
+        """Lookups find these rows from now on, or no longer, in turn for each key."""
+        for row in rows:
+            if self._changes.pop(row.key, None) is None:  # else it is as it was before
+                self._changes[row.key] = (row.alias or row.key, held)
+
+    def restart(self, rows: Iterable[Row]) -> None:
+        """Whoever takes the changes has forgotten all rows. Lookups find these."""
+        self._changes = {row.key: (row.alias or row.key, True) for row in rows}
+
+    def take(self, later: Set[bytes]) -> Iterable[tuple[bytes, bool]]:
+        """vLLM's keys of the rows, and whether they are held. Held ones with a key in `later` are
+        left for another call."""
+        taken, self._changes = self._changes, {}
+        for key in taken.keys() & later:
+            if taken[key][1]:
+                self._changes[key] = taken.pop(key)
+        return taken.values()
 
 
 class Pool:
@@ -359,3 +392,43 @@ class Pool:
             self._idle.clear()
             self._flushed.clear()
             self._filling = self._ready = 0
+
+
+# -- many rows, a portion at a time ---------------------------------------------------------------
+#
+# Between two portions other threads run, or the scheduler thread would wait for the pool's lock, or
+# 5 ms for Python's. It must not call these functions itself.
+
+PORTION = 1024  # rows
+_PAUSE = 1e-6  # seconds
+_T = TypeVar("_T")
+
+
+def shared_keys(pool: Pool) -> list[bytes]:
+    """Keys of all rows that peers may fetch: READY, with a checksum."""
+    return [
+        row.key
+        for rows in _in_portions(pool.rows())
+        for row in rows
+        if row.state is RowState.READY and row.checksum is not None
+    ]
+
+
+def flush(pool: Pool, of: Callable[[Row], bool] = lambda _: True) -> list[bytes]:
+    """Make lookups miss every READY row, or those for which `of` is true; returns their keys."""
+    return [
+        row.key
+        for rows in _in_portions(pool.rows())
+        for row in pool.flush(row for row in rows if of(row))
+    ]
+
+
+def protect(pool: Pool, keys: Sequence[bytes], how: Protection) -> None:
+    for portion in _in_portions(keys):
+        pool.protect(portion, how)
+
+
+def _in_portions(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(items), PORTION):
+        yield items[start : start + PORTION]
+        time.sleep(_PAUSE)

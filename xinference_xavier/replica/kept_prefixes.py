@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xinference_xavier.pool.eviction import Protection
-from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.sweep import protect
+from xinference_xavier.pool.pool import Pool, protect
 from xinference_xavier.protocol.prefixes import Keeping, Kept, KeptPrefix, check_wanted
 
 MAX_MARKS = 1000

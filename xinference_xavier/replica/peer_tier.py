@@ -1,7 +1,7 @@
 """The tier of peers: everything that the scheduler thread may ask of a replica.
 
 Threading: the scheduler thread calls the methods that `Tier` declares, which return at once and
-post slow work to the replica's background loop. The loop calls the other methods.
+post slow work to the replica's background loop. The loop opens and closes the tier.
 """
 
 from __future__ import annotations
@@ -30,55 +30,79 @@ together: most of what a publication costs does not depend on how many chunks it
 quiet time, such as the next step of a long prompt, is published at once."""
 
 
-class PeerTier(Tier):
-    """`refused` counts the actions dropped because the background loop was too far behind."""
+class Background:
+    """The way from the scheduler thread to the background loop, and what the loop does with what
+    it finds there. `refused` counts what was dropped because the loop was too far behind."""
 
-    def __init__(self, pool: Pool, mirror: Mirror, namespace: SharedNamespace) -> None:
-        self._mirror = mirror
-        self.holders = mirror.usable_set
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        client: TrackerClient,
+        process: TransferProcess,
+        fetcher: Fetcher,
+        checksums: Checksums,
+        canary: Canary,
+        namespace: SharedNamespace,
+    ) -> None:
+        self.client = client
+        self.process = process
+        self.fetcher = fetcher
+        self.canary = canary
+        self.namespace = namespace
         self.refused = 0
-        self._pool = pool
-        self._namespace = namespace
+        self._loop = loop
+        self._checksums = checksums
         # Not withdrawn yet. It overflows only if the loop hangs: then our lease expires anyway.
         self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
         self._stored: deque[Row] = deque()  # not offered yet
         self._gathering = False  # the loop will take them
         self._taken = -GATHER  # when it last did
         self._posted = 0  # by the scheduler thread
-        self._handled = 0  # by the background loop
-        self._open = False
-        self._loop: asyncio.AbstractEventLoop
-        self._client: TrackerClient
-        self._process: TransferProcess
-        self._fetcher: Fetcher
-        self._checksums: Checksums
-        self._canary: Canary
+        self._handled = 0  # by the loop
 
-    # -- called by the background loop ----------------------------------------------------------
+    # -- called by the scheduler thread ---------------------------------------------------------
 
-    def open(
-        self,
-        client: TrackerClient,
-        process: TransferProcess,
-        fetcher: Fetcher,
-        checksums: Checksums,
-        canary: Canary,
-    ) -> None:
-        """Accept work for the running loop from now on."""
-        self._loop = asyncio.get_running_loop()
-        self._client, self._process = client, process
-        self._fetcher, self._checksums, self._canary = fetcher, checksums, canary
-        self._open = True
+    def stored(self, rows: Sequence[Row]) -> None:
+        if len(self._stored) + len(rows) > MAX_QUEUED:  # the loop hangs
+            self.refused += 1
+            return
+        self._stored.extend(rows)
+        if not self._gathering:
+            self._gathering = True  # first: the loop may take them before `post` returns
+            if not self.post(self._gather):
+                self._gathering = False
 
-    def close(self) -> None:
-        self._open = False
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        self._evicted.extend(keys)
+
+    def post(self, action: Callable[..., object], *args: object) -> bool:
+        """Let the loop run `action`; False if it has ended."""
+        try:
+            self._loop.call_soon_threadsafe(action, *args)
+        except RuntimeError:  # just now
+            return False
+        return True
+
+    def post_if_room(self, action: Callable[..., object], *args: object) -> bool:
+        """Post work that can be dropped. False if the loop is too far behind, or has ended."""
+        if self._posted - self._handled >= MAX_BACKLOG:
+            self.refused += 1
+            return False
+        self._posted += 1
+        return self.post(self._handle, action, args)
+
+    # -- called by the loop ---------------------------------------------------------------------
 
     def withdraw_evicted(self) -> None:
         """Tell the tracker which chunks were evicted."""
         # It may grow meanwhile.
         evicted = [self._evicted.popleft() for _ in range(len(self._evicted))]
         if evicted:
-            self._client.publisher.enqueue(evicted, held=False)
+            self.client.publisher.enqueue(evicted, held=False)
+
+    def release(self, claim: Claim) -> None:
+        self._take_stored()  # or a peer that asks now would compute them again
+        spawn(self.client.release(claim))
 
     def _gather(self) -> None:
         """Take what is stored as soon as enough time has passed."""
@@ -98,50 +122,68 @@ class PeerTier(Tier):
         if stored:
             self._checksums.add(stored)
 
-    def _release(self, claim: Claim) -> None:
-        self._take_stored()  # or a peer that asks now would compute them again
-        spawn(self._client.release(claim))
+    def _handle(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._handled += 1
+        self.withdraw_evicted()  # first: the action may publish one of them again
+        action(*args)
+
+
+class PeerTier(Tier):
+    """Closed, it is as if there were no peers."""
+
+    def __init__(self, pool: Pool, mirror: Mirror) -> None:
+        self.pool = pool
+        self.mirror = mirror
+        self.holders = mirror.usable_set
+        self._background: Background | None = None  # while it is open
+
+    # -- called by the background loop ----------------------------------------------------------
+
+    def open(self, background: Background) -> None:
+        self._background = background
+
+    def close(self) -> None:
+        self._background = None
 
     # -- called by the scheduler thread ---------------------------------------------------------
 
     @property
     def sharing(self) -> bool:
-        """False before `open`, after `close` and while a reset is under way."""
-        return self._open and self._namespace.is_settled
+        """False while it is closed, and while a reset is under way."""
+        background = self._background
+        return background is not None and background.namespace.is_settled
 
     @property
     def ready(self) -> bool:
-        return self.sharing and self._process.ready
+        background = self._background
+        return (
+            background is not None and background.namespace.is_settled and background.process.ready
+        )
 
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        return self._mirror.usable_run(keys, among)
+        return self.mirror.usable_run(keys, among)
 
     def sources(self, holders: int) -> list[str]:
-        return self._mirror.sets.names(holders)
+        return self.mirror.sets.names(holders)
 
     def set_of(self, sources: Iterable[str]) -> int:
-        return self._mirror.sets.set_of(sources)
+        return self.mirror.sets.set_of(sources)
 
     def can_load_from(self, source: str) -> bool:
-        return self.ready and self._mirror.is_usable(source)
+        return self.ready and self.mirror.is_usable(source)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         """Compute the rows' checksums and publish them, within `GATHER` seconds."""
-        if len(self._stored) + len(rows) > MAX_QUEUED:  # the loop hangs
-            self.refused += 1
-            return
-        self._stored.extend(rows)
-        if not self._gathering:
-            self._gathering = True  # first: the loop may take them before `_post` returns
-            if not self._post(self._gather):
-                self._gathering = False
+        if (background := self._background) is not None:
+            background.stored(rows)
 
     def on_evicted(self, keys: Sequence[bytes]) -> None:
         """Withdraw the chunks with the next store or fetch, or within a second.
 
         Until then a peer that asks for them is granted only the chunks before them.
         """
-        self._evicted.extend(keys)
+        if (background := self._background) is not None:
+            background.evicted(keys)
 
     def submit_load(
         self,
@@ -150,49 +192,34 @@ class PeerTier(Tier):
         deadline: float,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Fetch | None:
-        fetch = PeerFetch(source, rows, deadline, trace_headers)
-        if self._post_if_room(self._fetcher.start, fetch):
-            return fetch
+        if (background := self._background) is not None:
+            fetch = PeerFetch(source, rows, deadline, trace_headers)
+            if background.post_if_room(background.fetcher.start, fetch):
+                return fetch
         for row in rows:
-            self._pool.abort(row)
+            self.pool.abort(row)
         return None
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
-        if not (self._mirror.enabled and self._mirror.peers and self._canary.trusts_all):
+        background = self._background
+        if background is None or not (self.mirror.enabled and self.mirror.peers):
+            return None
+        if not background.canary.trusts_all:
             return None
         claim = Claim(keys, seconds)
-        asked = self._post_if_room(lambda: spawn(self._client.claim(claim)))
+        asked = background.post_if_room(lambda: spawn(background.client.claim(claim)))
         return claim if asked else None
 
     def release_claim(self, claim: Claim) -> None:
-        self._post_if_room(self._release, claim)
+        if (background := self._background) is not None:
+            background.post_if_room(background.release, claim)
 
     def reset(self) -> None:
         """Void all chunks, and isolate the replica until it is told its weights' version."""
-        self._namespace.announce_reset()
-        self._pool.reset()
-        self._post(self._canary.reset)
-        self._post(lambda: spawn(self._namespace.isolate()))
-
-    def _post(self, action: Callable[..., object], *args: object) -> bool:
-        """Run `action` on the background loop; False if the loop has ended."""
-        if not self._open:
-            return False
-        try:
-            self._loop.call_soon_threadsafe(action, *args)
-        except RuntimeError:  # the loop ended just now
-            return False
-        return True
-
-    def _post_if_room(self, action: Callable[..., object], *args: object) -> bool:
-        """Post work that can be dropped. False if the loop is too far behind, or has ended."""
-        if self._posted - self._handled >= MAX_BACKLOG:
-            self.refused += 1
-            return False
-        self._posted += 1
-        return self._post(self._handle, action, args)
-
-    def _handle(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self._handled += 1
-        self.withdraw_evicted()  # first: the action may publish one of them again
-        action(*args)
+        background = self._background
+        if background is not None:
+            background.namespace.announce_reset()
+        self.pool.reset()
+        if background is not None:
+            background.post(background.canary.reset)
+            background.post(lambda: spawn(background.namespace.isolate()))

@@ -1,7 +1,7 @@
 """One replica beside its engine: it joins the tracker, shares its pool and fetches from peers.
 
 Threading: `Replica` owns a background thread with an event loop for all I/O: tracker client,
-grants, fetches, checksums. The scheduler thread calls `start`, `stop` and `tier`.
+grants, fetches, checksums. The scheduler thread makes it, and calls `start`, `stop` and `tier`.
 
 Life cycle: `start` returns when the replica listens. It joins the tracker and starts the transfer
 process in the background, and the engine waits for neither. `stop` ends the thread.
@@ -24,8 +24,7 @@ from xinference_xavier.errors import NotSharing
 from xinference_xavier.events import Hooks
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
-from xinference_xavier.pool import sweep
-from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.pool import Pool, Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
@@ -37,7 +36,7 @@ from xinference_xavier.replica.fetcher import FetchCounts, Fetcher
 from xinference_xavier.replica.inspect import Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import KeptPrefixes
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.peer_tier import Background, PeerTier
 from xinference_xavier.replica.reports import LoadReporter
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
@@ -194,7 +193,7 @@ _STOP_TIMEOUT = 3.0
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """The calls that peers and the tracker make."""
 
-    def __init__(self, replica: Replica, explainer: Explainer) -> None:
+    def __init__(self, replica: Replica) -> None:
         super().__init__()
         self.grant = replica.grant
         self.release = replica.donor.grants.release
@@ -203,7 +202,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.flush = replica.flush
         self.transfer_endpoint = replica.transfer_endpoint
         self.self_check = replica.self_check
-        self.explain = explainer.explain
+        self.explain = replica.explainer.explain
         self.sketch = replica.canary.answer
         self.hottest = replica.recent.hottest
         self.warm_join = replica.warm_join.wait
@@ -211,53 +210,123 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 
 
 class Replica:
-    """`pool` and `region` belong to the engine; `incarnation` is its engine id."""
+    """`tier` is how the engine's scheduler knows it; the region belongs to the engine, too."""
 
     def __init__(
         self,
         config: XavierConfig,
         *,
+        engine: Engine,
+        tier: PeerTier,
         incarnation: str,
         namespace: str,
         key_bytes: int,
         region: Region,
-        pool: Pool,
         fingerprint_fields: Mapping[str, str] | None = None,
         not_sharing: NotSharing | None = None,
     ) -> None:
-        """`fingerprint_fields` are for people; `not_sharing` is why the engine takes no part."""
+        """`incarnation` is the engine's id. `fingerprint_fields` are for people; `not_sharing` is
+        why the engine takes no part. Raises TransportError if the configured host or ports cannot
+        be used here."""
+        if config.port_range is not None:
+            check_range(*config.port_range)  # fail now, not when the transfer process starts
+        self.tier = tier
+        self.mirror = tier.mirror
         self._config = config
+        self._engine = engine
+        self._incarnation = incarnation
+        self._region = region
+        self._pool = tier.pool
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
-        self._host: str
-        self._incarnation = incarnation
-        self._namespace = SharedNamespace(
-            namespace, lambda namespace: self._client.change_namespace(namespace)
-        )
-        self._key_bytes = key_bytes
-        self._region = region
-        self._pool = pool
-        self.engine: Engine
-        self._events = EventReporter(config, incarnation)
-        self.mirror = Mirror(incarnation)
-        self.tier = PeerTier(pool, self.mirror, self._namespace)
+        self._host = own_host(config.host, config.tracker_address)
         self._thread = LoopThread("xavier-replica", self._begin)
-        self._client: TrackerClient
-        self._process: TransferProcess
-        self._fetcher: Fetcher
-        self.donor: Donor
-        self._checksums: Checksums
-        self._departures: Departures
-        self.canary: Canary
-        self.kept: KeptPrefixes
-        self.recent: RecentPrompts
-        self.warm_join: WarmJoin
+        self._events = EventReporter(config, incarnation)
+        self._process = TransferProcess(
+            region,
+            incarnation=incarnation,
+            host=self._host,
+            port_range=config.port_range,
+            transports=TRANSPORTS.get(config.transport, (config.transport,)),
+            on_ready=lambda ready: self._client.set_serving(ready),
+        )
+        self._client = TrackerClient(
+            model_uid=config.model_uid,
+            incarnation=incarnation,
+            namespace=namespace,
+            key_bytes=key_bytes,
+            locate=TrackerLocation(config).find,
+            mirror=self.mirror,
+            holdings=partial(shared_keys, self._pool),
+            stats=self.stats,
+            load_reporter=LoadReporter(engine, ready=lambda: self.warm_join.wait()),
+            on_members=lambda members: self._departures.members_changed(members),
+            on_joined=lambda secret: spawn(self._process.configure(secret)),
+            on_session=self._events.tracker_session,
+            events=self._events.pending,
+            replica=replica_name(incarnation, config.replica),
+        )
+        self._namespace = SharedNamespace(namespace, self._client.change_namespace)
+        self.canary = Canary(
+            incarnation,
+            engine.sketch if engine.comparable else None,
+            self.mirror,
+            self._namespace,
+            self._differs,
+        )
+        publish = partial(self._client.publisher.enqueue, held=True)
+        self._fetcher = Fetcher(
+            incarnation=incarnation,
+            pool=self._pool,
+            row_bytes=region.row_bytes,
+            process=self._process,
+            namespace=self._namespace,
+            mirror=self.mirror,
+            canary=self.canary,
+            arrived=lambda rows: publish([row.key for row in rows]),
+            rolled_back=self._events.rolled_back,
+        )
+        # Without xinference nothing holds requests back meanwhile.
+        waits = config.replica is None or not engine.comparable
+        self.warm_join = WarmJoin(
+            config.warm_join if waits and not not_sharing else 0.0,
+            incarnation=incarnation,
+            key_bytes=key_bytes,
+            pool=self._pool,
+            mirror=self.mirror,
+            canary=self.canary,
+            fetcher=self._fetcher,
+            can_fetch=lambda: bool(self.mirror.epoch) and self._process.ready,
+        )
+        # A grant outlives the fetch that asked for it.
+        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
+        self._checksums = Checksums(region, self._pool, self._offer)
+        self._departures = Departures(self._process, self._fetcher, self.donor, self.canary)
+        self.kept = KeptPrefixes(
+            self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
+        )
+        self.recent = RecentPrompts(self._pool, engine.take_finished, self.kept.prompts)
+        self.explainer = Explainer(
+            engine.chunker,
+            incarnation=incarnation,
+            pool=self._pool,
+            mirror=self.mirror,
+            min_fetch_tokens=config.least_fetch_tokens,
+        )
+        self._background = Background(
+            self._thread.loop,
+            self._client,
+            self._process,
+            self._fetcher,
+            self._checksums,
+            self.canary,
+            self._namespace,
+        )
 
     # -- called by the scheduler thread ------------------------------------------------------
 
-    def start(self, engine: Engine) -> None:
-        """Raises TransportError if the configured host or ports cannot be used here."""
-        self.engine = engine
+    def start(self) -> None:
+        """Raises TransportError if no port can be listened on."""
         self._thread.start(_START_TIMEOUT)
 
     def stop(self) -> None:
@@ -268,96 +337,17 @@ class Replica:
 
     async def _begin(self, scope: Rollback) -> list[asyncio.Task[None]]:
         """Start the tasks that run as long as the replica does."""
-        config = self._config
-        if config.port_range is not None:
-            check_range(*config.port_range)  # fail now, not when the transfer process starts
-        self._host = own_host(config.host, config.tracker_address)
-        explainer = Explainer(
-            self.engine.chunker,
-            incarnation=self._incarnation,
-            pool=self._pool,
-            mirror=self.mirror,
-            min_fetch_tokens=config.least_fetch_tokens,
-        )
-        self.canary = Canary(
-            self._incarnation,
-            self.engine.sketch if self.engine.comparable else None,
-            self.mirror,
-            self._namespace,
-            self._differs,
-        )
-        self.kept = KeptPrefixes(
-            self._pool, config.pin_fraction, self.engine.take_computed, self.engine.take_marked
-        )
-        self.recent = RecentPrompts(self._pool, self.engine.take_finished, self.kept.prompts)
-        server = await listen(self._host, config.port_range)
+        server = await listen(self._host, self._config.port_range)
         scope.undo(server.stop)
-        self._process = TransferProcess(
-            self._region,
-            incarnation=self._incarnation,
-            host=self._host,
-            port_range=config.port_range,
-            transports=TRANSPORTS.get(config.transport, (config.transport,)),
-            on_ready=lambda ready: self._client.set_serving(ready),
-        )
-        self._client = TrackerClient(
-            model_uid=config.model_uid,
-            incarnation=self._incarnation,
-            namespace=self._namespace.current,
-            key_bytes=self._key_bytes,
-            address=server.external_address,
-            locate=TrackerLocation(config).find,
-            mirror=self.mirror,
-            holdings=partial(sweep.shared_keys, self._pool),
-            stats=self.stats,
-            load_reporter=LoadReporter(self.engine, ready=lambda: self.warm_join.wait()),
-            on_members=lambda members: self._departures.members_changed(members),
-            on_joined=lambda secret: spawn(self._process.configure(secret)),
-            on_session=self._events.tracker_session,
-            events=self._events.pending,
-            replica=replica_name(self._incarnation, config.replica),
-        )
         scope.undo(self._client.leave)
-        publish = partial(self._client.publisher.enqueue, held=True)
-        self._fetcher = Fetcher(
-            incarnation=self._incarnation,
-            pool=self._pool,
-            row_bytes=self._region.row_bytes,
-            process=self._process,
-            namespace=self._namespace,
-            mirror=self.mirror,
-            canary=self.canary,
-            arrived=lambda rows: publish([row.key for row in rows]),
-            rolled_back=self._events.rolled_back,
-        )
-        # Without xinference nothing holds requests back meanwhile.
-        waits = config.replica is None or not self.engine.comparable
-        self.warm_join = WarmJoin(
-            config.warm_join if waits and not self._never_sharing else 0.0,
-            incarnation=self._incarnation,
-            key_bytes=self._key_bytes,
-            pool=self._pool,
-            mirror=self.mirror,
-            canary=self.canary,
-            fetcher=self._fetcher,
-            can_fetch=lambda: bool(self._client.mirror.epoch) and self._process.ready,
-        )
-        # A grant outlives the fetch that asked for it.
-        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
-        self._checksums = Checksums(self._region, self._pool, self._offer)
-        self._departures = Departures(self._process, self._fetcher, self.donor, self.canary)
-        await xoscar.create_actor(
-            ReplicaActor,
-            self,
-            explainer,
-            address=server.external_address,
-            uid=replica_uid(self._incarnation),
-        )
+        address: str = server.external_address
+        uid = replica_uid(self._incarnation)
+        await xoscar.create_actor(ReplicaActor, self, address=address, uid=uid)
         background = [
             asyncio.ensure_future(work)
             for work in (
                 self._process.run(),
-                self._client.run(),
+                self._client.run(address),
                 self._checksums.run(),
                 self.canary.run(),
                 self._housekeep(),
@@ -366,7 +356,7 @@ class Replica:
             )
         ]
         scope.undo(self._end, background)
-        self.tier.open(self._client, self._process, self._fetcher, self._checksums, self.canary)
+        self.tier.open(self._background)
         return background
 
     async def _end(self, background: list[asyncio.Task[None]]) -> None:
@@ -392,12 +382,12 @@ class Replica:
         sharing_log = SharingLog(self._incarnation)
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
-            self.tier.withdraw_evicted()
+            self._background.withdraw_evicted()
             self._client.publisher.flush()
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
             self.kept.collect()
-            for result in self.engine.work_on_probes():
+            for result in self._engine.work_on_probes():
                 take_result(result, self.canary, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
@@ -441,7 +431,7 @@ class Replica:
         return self._forget(lambda row: donor in (None, row.origin))
 
     def _forget(self, of: Callable[[Row], bool]) -> int:
-        keys = sweep.flush(self._pool, of)
+        keys = flush(self._pool, of)
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
@@ -458,7 +448,7 @@ class Replica:
         """`ReplicaStats` as JSON, without a call to another process."""
         return asdict(
             replica_stats(
-                self.engine.stats(),
+                self._engine.stats(),
                 self._config.from_environment,
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,
@@ -470,7 +460,7 @@ class Replica:
                 process=self._process,
                 hooks=self._events.hooks,
                 not_sharing=self._not_sharing(),
-                refused_posts=self.tier.refused,
+                refused_posts=self._background.refused,
             )
         )
 

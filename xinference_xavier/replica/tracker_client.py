@@ -129,7 +129,7 @@ _HEARTBEATS_PER_LEASE = 5
 class TrackerClient:
     """Membership of one replica.
 
-    - `replica` is the name that it keeps over its incarnations, `address` that of its actor.
+    - `replica` is the name that it keeps over its incarnations.
     - `locate` returns the address of the tracker's pool, or raises while there is no tracker.
     - `holdings` returns all keys to publish, `stats` the replica's stats, JSON-able.
     - `on_members` receives the peers to treat as alive, whenever they change.
@@ -150,7 +150,6 @@ class TrackerClient:
         incarnation: str,
         namespace: str,
         key_bytes: int,
-        address: str,
         locate: Callable[[], Awaitable[str]],
         mirror: Mirror,
         holdings: Callable[[], Iterable[bytes]],
@@ -170,8 +169,7 @@ class TrackerClient:
         self.counters = Counters()
         self.publisher = Publisher(incarnation, holdings, self.counters)
         self._model_uid = model_uid
-        # Its transfer process learns the secret from the join, so it serves nobody yet.
-        self._member = Member(incarnation, address, serves=False)
+        self._incarnation = incarnation
         self._serves = False
         self._serves_changed = asyncio.Event()
         self.namespace = namespace
@@ -193,14 +191,16 @@ class TrackerClient:
 
     # What the replica calls
 
-    async def run(self) -> None:
-        """Be a member until cancelled or `leave` is called."""
+    async def run(self, address: str) -> None:
+        """Be a member until cancelled or `leave` is called. The replica's actor is at `address`."""
+        # Its transfer process learns the secret from the join, so it serves nobody yet.
+        member = Member(self._incarnation, address, serves=False)
         loop = asyncio.get_running_loop()
         backoff = MIN_BACKOFF
         while not self._leaving:
             started = loop.time()
             self._retry_now.clear()
-            self._session = asyncio.create_task(self._run_session(self.namespace))
+            self._session = asyncio.create_task(self._run_session(self.namespace, member))
             try:
                 await asyncio.wait({self._session})
             finally:
@@ -259,9 +259,9 @@ class TrackerClient:
 
     # A session
 
-    async def _run_session(self, namespace: str) -> None:
+    async def _run_session(self, namespace: str, member: Member) -> None:
         try:
-            lease = await self._join(namespace)
+            lease = await self._join(namespace, member)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(namespace))
                 tasks.create_task(self._send_heartbeats(namespace, lease))
@@ -273,14 +273,14 @@ class TrackerClient:
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             self._on_session(cause)
 
-    async def _join(self, namespace: str) -> float:
+    async def _join(self, namespace: str, member: Member) -> float:
         """Return the lease, in seconds."""
         address = await within(LOCATE_DEADLINE, self._locate())
         uid = tracker_uid(self._model_uid)
         self._tracker = await within(CALL_DEADLINE, xo.actor_ref(address=address, uid=uid))
         settings = self.mirror.settings
         call = self._tracker.join(
-            namespace, self._member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION
+            namespace, member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION
         )
         reply: JoinReply = await within(CALL_DEADLINE, call)
         self._live_peers.start(reply.epoch, reply.lease)
@@ -308,9 +308,7 @@ class TrackerClient:
         while True:
             events = tuple(self._events)[:MAX_REPORTED]
             if not await self._call(namespace, "heartbeat", self._current_stats(), events):
-                raise NotMemberError(
-                    f"the tracker does not know {self._member.incarnation!r}; join again"
-                )
+                raise NotMemberError(f"the tracker does not know {self._incarnation!r}; join again")
             for event in events:  # a full deque may have dropped the oldest meanwhile
                 if self._events and self._events[0] is event:
                     self._events.popleft()
@@ -324,7 +322,7 @@ class TrackerClient:
 
     async def _call(self, namespace: str, method: str, *args: Any, wait: float = 0.0) -> Any:
         """Call a method of the tracker, which may take `wait` seconds longer than others."""
-        call = getattr(self._tracker, method)(namespace, self._member.incarnation, *args)
+        call = getattr(self._tracker, method)(namespace, self._incarnation, *args)
         return await within(CALL_DEADLINE + wait, call)
 
     # Around the sessions
@@ -335,7 +333,7 @@ class TrackerClient:
         except Exception:
             self.counters.stats_failures += 1
             if self.counters.stats_failures == 1:
-                logger.exception("stats failed: incarnation=%s", self._member.incarnation)
+                logger.exception("stats failed: incarnation=%s", self._incarnation)
             return {}
 
     async def _end_session(self) -> None:
@@ -348,12 +346,12 @@ class TrackerClient:
         if self._tracker is None:
             return
         try:
-            call = self._tracker.leave(namespace, self._member.incarnation, moving)
+            call = self._tracker.leave(namespace, self._incarnation, moving)
             await within(LEAVE_DEADLINE, call)
         except Exception as error:
             self.counters.failures += 1
             logger.info(
                 "no answer to leaving, the lease will expire: incarnation=%s error=%r",
-                self._member.incarnation,
+                self._incarnation,
                 error,
             )

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.sweep import PORTION
+from xinference_xavier.pool.pool import PORTION, Pool, Row
 from xinference_xavier.pool.tier import FetchState
 from xinference_xavier.protocol.tracker import pack
 from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot

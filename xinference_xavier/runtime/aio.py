@@ -150,11 +150,11 @@ class LoopThread:
     `stop`, or when a task fails."""
 
     def __init__(self, name: str, begin: Begin) -> None:
+        self.loop = asyncio.new_event_loop()
         self._begin = begin
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._up = threading.Event()
         self._error: Exception | None = None
-        self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[None] | None = None
 
     def start(self, timeout: float) -> None:
@@ -167,18 +167,20 @@ class LoopThread:
 
     def stop(self, timeout: float) -> None:
         """Cancel the tasks and wait for the thread, `timeout` seconds at most."""
-        if self._task is None:
+        if self._task is None:  # it never ran
+            self.loop.close()
             return
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._task.cancel)
+            self.loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        with suppress(asyncio.CancelledError):  # `stop`
-            asyncio.run(self._main())
+        runner = asyncio.Runner(loop_factory=lambda: self.loop)
+        with runner, suppress(asyncio.CancelledError):  # `stop`
+            runner.run(self._main())
 
     async def _main(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._task = asyncio.current_task()
         async with Rollback() as scope:  # never committed
             try:
                 tasks = await self._begin(scope)

@@ -19,8 +19,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.worker.connector import OnlyLoads
-from xinference_xavier.engine.worker.cpu import HostWorker
+from xinference_xavier.engine.worker import HostWorker, OnlyLoads
 from xinference_xavier.pool.region import Region
 
 CACHES = kv_caches([[64]])

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.engine.worker.cpu import HostWorker, _Job
+from xinference_xavier.engine.worker import HostWorker, _Job
 from xinference_xavier.pool.region import Region
 
 ROWS = 8

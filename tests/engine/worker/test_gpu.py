@@ -7,8 +7,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.engine.worker.cpu import HostWorker
-from xinference_xavier.engine.worker.gpu import DeviceRegion
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 ROWS = 4

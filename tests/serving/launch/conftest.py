@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,13 +9,6 @@ import xoscar as xo
 
 from tests.serving.launch.launching import AskedTracker, supervisor_class
 from xinference_xavier.protocol.tracker import tracker_uid
-
-
-@pytest.fixture
-async def address() -> AsyncIterator[str]:
-    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    async with pool:
-        yield pool.external_address
 
 
 @pytest.fixture

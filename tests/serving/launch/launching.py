@@ -101,7 +101,8 @@ def supervisor_class() -> Any:
             # Workers that count the replica as launched raise RuntimeError, which 4.1 drops.
             self._model_uid_to_replica_info.pop(model_uid, None)
 
-        async def get_model(self, model_uid: str) -> None: ...
+        async def get_model(self, model_uid: str, **more: Any) -> Any:
+            return model_uid, more
 
         async def terminate_model(self, model_uid: str, suppress_exception: bool = False) -> None:
             self._model_uid_to_replica_info.pop(model_uid, None)

@@ -40,7 +40,8 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
 
 @pytest.mark.process
 def test_install_fits_the_installed_xinference() -> None:
-    """In a process of its own, because it changes xinference's classes for good."""
+    """In a process of its own, because it changes xinference's classes for good. `test_seam.py` has
+    what they need."""
     script = """
 import inspect
 from xinference.core.supervisor import SupervisorActor
@@ -58,18 +59,9 @@ inner = getattr(SupervisorActor, "_launch_builtin_model", SupervisorActor.launch
 for method in (inner, WorkerActor.launch_builtin_model):
     wrapper = inspect.unwrap(method, stop=lambda f: True)
     assert "serving/launch/" in wrapper.__code__.co_filename
-parameters = inspect.signature(inner).parameters
-needed = {"model_uid", "model_name", "model_engine", "model_type", "replica", "n_worker",
-          "worker_ip", "replica_config", "kwargs"}
-assert needed <= parameters.keys(), needed - parameters.keys()
 for name in ("xavier_tracker_address", "xavier_models", "xavier_process_info"):
     assert hasattr(SupervisorActor, name), name
 assert hasattr(WorkerActor, "xavier_process_info")
-assert list(inspect.signature(WorkerActor._update_model_state).parameters) == [
-    "self", "model_uid", "state"
-]
-for name in ("_gen_model_uid", "is_local_deployment"):
-    assert hasattr(SupervisorActor, name), name
 print("fits")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

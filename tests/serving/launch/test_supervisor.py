@@ -1,4 +1,5 @@
-"""A launch with sharing is one transaction around xinference's own."""
+"""A launch with sharing is one transaction around xinference's own, and one that could never share
+is refused before anything exists."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.serving.launch.launching import (
     supervisor_class,
 )
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import ConfigError, NotFoundError
+from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaNotServingError
 from xinference_xavier.events import Event, LaunchRolledBack
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.serving.launch.supervisor import xavier_models
@@ -64,11 +65,12 @@ async def test_without_sharing_nothing_of_ours_happens(supervisor: Any) -> None:
     assert not await has_tracker(supervisor)
 
 
-async def test_a_failed_launch_leaves_nothing_and_can_be_repeated(supervisor: Any) -> None:
-    async def fail(self: Any, model_uid: str) -> None:
-        raise RuntimeError("no memory")
+async def no_memory(supervisor: Any, model_uid: str) -> None:
+    raise RuntimeError("no memory")
 
-    supervisor.start = fail
+
+async def test_a_failed_launch_leaves_nothing_and_can_be_repeated(supervisor: Any) -> None:
+    supervisor.start = no_memory
     with pytest.raises(RuntimeError, match="no memory"):
         await start(supervisor)
     assert supervisor._xavier_cache_mapping == {}
@@ -271,14 +273,10 @@ async def test_they_are_told_of_one_that_failed_in_the_background(supervisor: An
 async def test_a_model_that_is_terminated_was_not_rolled_back(supervisor: Any) -> None:
     await start(supervisor, xavier_hooks=HOOK)
     await supervisor.terminate_model("m")
-    supervisor.start = no_such_model
+    supervisor.start = no_memory
     with pytest.raises(RuntimeError):
         await start(supervisor, xavier_hooks=HOOK)
-    assert_told("no such model")
-
-
-async def no_such_model(supervisor: Any, model_uid: str) -> None:
-    raise RuntimeError("no such model")
+    assert_told("no memory")
 
 
 async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> None:
@@ -286,3 +284,131 @@ async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> Non
         await start(supervisor, xavier_hooks="nowhere:hook")
     assert not supervisor.calls
     assert not await has_tracker(supervisor)
+
+
+# -- what cannot share ------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"n_worker": 2}, "n_worker=2 spreads one replica over several workers"),
+    ({"n_worker": "2"}, "n_worker='2' spreads"),
+    ({"kv_transfer_config": {"kv_connector": "Other"}}, "is set by enable_xavier"),
+    ({"xavier_cache_bytes": 1, "xavier_queue": 1}, "built into xinference"),
+    ({"xavier_pool_bytes": "4QiB"}, "is not a size"),
+    ({"xavier_roles": "prefill:1,decode:2", "replica": 2}, "has 3 replicas, but 2 are launched"),
+    ({"xavier_roles": "prefill:1,decode:1", "replica": 1}, "has 2 replicas, but 1 is launched"),
+]
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    ({"model_engine": "SGLang"}, "model_engine='SGLang' cannot share its cache; use vLLM"),
+    ({"model_engine": None}, "model_engine=None cannot share"),
+    ({"model_type": "embedding"}, "model_type='embedding' has no prefixes"),
+    ({"replica_config": [Placement(role="prefill")]}, "role='prefill' splits prefill"),
+    ({"replica_config": [Placement(model_engine="mlx")]}, "model_engine='mlx' cannot share"),
+]
+THEIRS: list[dict[str, Any]] = [
+    *(arguments for arguments, _ in FOREIGN),
+    {"xavier_cache_bytes": 1 << 30, "xavier_cache_backend": "lmcache"},
+    {"xavier_backend": "builtin"},
+]
+
+
+@pytest.mark.parametrize("arguments", THEIRS, ids=str)
+async def test_what_the_built_in_xavier_can_do_is_left_to_it(
+    supervisor: Any, arguments: dict[str, Any]
+) -> None:
+    await start(supervisor, **arguments)
+    (call,) = supervisor.calls
+    assert call["enable_xavier"] == "true"
+    assert "kv_transfer_config" not in call
+    assert "xavier_backend" not in call
+    for name in arguments.keys() & call.keys():
+        assert call[name] == arguments[name]
+    assert supervisor._xavier_cache_mapping == {}
+    assert not await has_tracker(supervisor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *REFUSED,
+        *((arguments | {"xavier_backend": "extension"}, text) for arguments, text in FOREIGN),
+        *((arguments | {"xavier_queue": 1}, text) for arguments, text in FOREIGN),
+    ],
+)
+async def test_what_cannot_share_is_refused_before_anything_exists(
+    supervisor: Any, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        await start(supervisor, **wrong)
+    assert message in str(caught.value)
+    assert supervisor.calls == []
+    assert supervisor._xavier_cache_mapping == {}
+    assert not await has_tracker(supervisor)
+
+
+async def test_one_replica_is_allowed_with_a_warning(
+    supervisor: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await start(supervisor, replica=1)
+    assert "nothing is shared until another is added" in caplog.text
+    assert await has_tracker(supervisor)
+
+
+async def test_memory_that_hosts_cannot_share_is_not_demanded(address: str) -> None:
+    """A launch knows the hosts of some replicas only."""
+    spread = [Placement([Device(worker)]) for worker in ("10.0.0.2", "10.0.0.1", "10.0.0.2")]
+    supervisor = supervisor_class()(address, 2, False)
+    with pytest.raises(
+        ConfigError, match=r"one host, but replica_config names 10\.0\.0\.1, 10\.0\.0\.2"
+    ):
+        await start(supervisor, replica_config=spread, xavier_transport="shared_memory")
+    assert supervisor.calls == []
+    for options in (
+        {"replica_config": spread},
+        {"replica_config": spread[::2], "xavier_transport": "shared_memory"},
+        {"replica": 2, "xavier_transport": "shared_memory"},
+    ):
+        await start(supervisor, model_uid=f"m{len(supervisor.calls)}", **options)
+    assert len(supervisor.calls) == 3
+    local = supervisor_class()(address, 1, True)  # where xinference ignores the placement
+    await start(local, model_uid="l", replica_config=spread, xavier_transport="shared_memory")
+
+
+# -- the model actor of a replica -------------------------------------------------------------
+
+
+class Worker:
+    async def get_model(self, model_uid: str) -> str:
+        return f"model actor of {model_uid}"
+
+
+class StoppingWorker:
+    async def get_model(self, model_uid: str) -> str:
+        raise RuntimeError(f"Model {model_uid} is in stopping state")
+
+
+@pytest.mark.parametrize(
+    ("workers", "replica", "known_as"),
+    [
+        ({"m-rep0": None, "m-rep1": Worker()}, "m-rep1", "m-rep1"),
+        ({"m-rep0": (Worker(), None)}, "m-rep0", "m-rep0"),
+        ({"m-rep0": Worker()}, "m-rep0_dp1", "m-rep0"),
+    ],
+    ids=["one of two replicas", "several workers", "data parallelism"],
+)
+async def test_the_first_worker_of_a_replica_knows_its_model_actor(
+    supervisor: Any, workers: dict[str, Any], replica: str, known_as: str
+) -> None:
+    """A method of xinference's own asks, because it reaches a supervisor that is relaunched."""
+    supervisor._replica_model_uid_to_worker = workers
+    found = await supervisor.get_model(replica, xavier_replica=True)
+    assert found == f"model actor of {known_as}"
+    assert await supervisor.get_model("m", other=1) == ("m", {"other": 1})
+
+
+@pytest.mark.parametrize("workers", [{}, {"m-rep0": StoppingWorker()}], ids=["ended", "ends"])
+async def test_a_replica_that_ends_or_has_ended_takes_no_requests(
+    supervisor: Any, workers: dict[str, Any]
+) -> None:
+    supervisor._replica_model_uid_to_worker = workers
+    with pytest.raises(ReplicaNotServingError, match="replica m-rep0 takes no requests"):
+        await supervisor.get_model("m-rep0", xavier_replica=True)

@@ -1,5 +1,5 @@
 """A worker puts itself into our configuration, a failed load says what the engine said, and a
-replica is ready when it can serve."""
+launch waits until its replicas can serve each other, but never for long."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import pytest
 import xoscar as xo
 
 from tests.serving.launch.launching import config_of
+from tests.tracker_pools import create_tracker
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import ConfigError, ReplicaStartError
-from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member, tracker_uid
+from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.launch import install
-from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.serving.launch import worker as module
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
+
+NS = "namespace"
+PATIENCE = 60.0
+TRACKER = "0.0.0.0:9999"
 
 
 class Worker:
@@ -46,9 +52,16 @@ class Worker:
 install.wrap_worker(Worker)
 
 
+async def launch(
+    worker: Worker, config: XavierConfig, name: str = "m-rep0", **arguments: Any
+) -> dict[str, Any]:
+    """Returns what xinference keeps of the launch."""
+    transfer = kv_transfer_config(config)
+    return await worker.launch_builtin_model(name, kv_transfer_config=transfer, **arguments)
+
+
 async def test_a_worker_puts_itself_into_our_configuration() -> None:
-    transfer = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999"))
-    kept = await Worker().launch_builtin_model("m-rep0", kv_transfer_config=transfer, dtype="auto")
+    kept = await launch(Worker(), XavierConfig("m", TRACKER), dtype="auto")
     assert kept["dtype"] == "auto"
     config = config_of(kept)
     assert config.worker_address == "127.0.0.1:70"
@@ -72,43 +85,33 @@ async def test_a_worker_puts_itself_into_our_configuration() -> None:
 async def test_the_engines_of_a_replica_divide_its_memory(
     arguments: dict[str, Any], engines: int
 ) -> None:
-    transfer = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999", pool_bytes=1 << 30))
-    kept = await Worker().launch_builtin_model("m-rep0", kv_transfer_config=transfer, **arguments)
+    kept = await launch(Worker(), XavierConfig("m", TRACKER, pool_bytes=1 << 30), **arguments)
     assert config_of(kept).pool_bytes == (1 << 30) // engines
     again = await Worker().launch_builtin_model("m-rep0", **kept)
     assert config_of(again).pool_bytes == (1 << 30) // engines
 
 
 async def test_a_replica_has_the_role_of_its_number() -> None:
-    roles = ("prefill", "decode")
-    transfer = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999", roles=roles))
+    config = XavierConfig("m", TRACKER, roles=("prefill", "decode"))
     for name, role in {"m-rep0": "prefill", "m-rep1": "decode", "m-rep2": "any"}.items():
-        kept = await Worker().launch_builtin_model(name, kv_transfer_config=transfer)
+        kept = await launch(Worker(), config, name)
         assert config_of(kept).role == role
         again = await Worker().launch_builtin_model("m-rep1", **kept)  # on another worker
         assert config_of(again).role == "decode"
 
 
 async def test_a_vllm_that_does_not_share_is_refused_before_anything_is_downloaded() -> None:
-    transfer, worker = kv_transfer_config(XavierConfig("m", "0.0.0.0:9999")), Worker()
+    worker, config = Worker(), XavierConfig("m", TRACKER)
+    environment = {"virtual_env_packages": ["vllm==0.27.1"], "enable_virtual_env": True}
     with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
-        await worker.launch_builtin_model(
-            "m-rep0",
-            kv_transfer_config=transfer,
-            virtual_env_packages=["vllm==0.27.1"],
-            enable_virtual_env=True,
-        )
+        await launch(worker, config, **environment)
     assert worker._model_uid_to_launch_args == {}
 
 
 async def test_an_untested_vllm_is_allowed_in_the_engines_processes() -> None:
-    config = XavierConfig("m", "0.0.0.0:9999", untested_vllm=True)
-    kept = await Worker().launch_builtin_model(
-        "m-rep0",
-        kv_transfer_config=kv_transfer_config(config),
-        virtual_env_packages=["vllm==0.34.0"],
-        enable_virtual_env=True,
-    )
+    config = XavierConfig("m", TRACKER, untested_vllm=True)
+    environment = {"virtual_env_packages": ["vllm==0.34.0"], "enable_virtual_env": True}
+    kept = await launch(Worker(), config, **environment)
     assert kept["virtual_env_packages"] == ["vllm==0.34.0"]
     assert kept["envs"] == {SHARES: UNTESTED}
 
@@ -129,8 +132,7 @@ install.wrap_worker(RacingWorker)
 
 
 async def test_a_replica_that_lost_the_race_for_a_link_is_launched_again() -> None:
-    worker, transfer = RacingWorker(), kv_transfer_config(XavierConfig("m", "0.0.0.0:9999"))
-    kept = await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    kept = await launch(RacingWorker(), XavierConfig("m", TRACKER))
     assert config_of(kept).worker_address == "127.0.0.1:70"
 
 
@@ -139,11 +141,14 @@ async def test_a_worker_leaves_other_launches_alone() -> None:
     assert await Worker().launch_builtin_model("m-rep0", **other) == other
 
 
-async def test_a_failed_load_says_what_the_engine_left_with_the_tracker(address: str) -> None:
-    tracker = await xo.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
+# -- when an engine has loaded ----------------------------------------------------------------
+
+
+async def test_a_failed_load_says_what_the_engine_left_with_the_tracker(
+    tracker: Any, address: str
+) -> None:
     worker = Worker()
-    transfer = kv_transfer_config(XavierConfig("m", address))
-    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
+    await launch(worker, XavierConfig("m", address))
     with pytest.raises(RuntimeError, match="See root cause above"):
         await worker.wait_for_load("m-rep0")
     await tracker.report_startup_error("m-rep0", "the pool is too small")
@@ -158,41 +163,142 @@ async def test_a_failed_load_without_sharing_is_left_alone() -> None:
         await worker.wait_for_load("m-rep0")
 
 
-async def test_a_replica_is_ready_when_it_can_serve(tracker: Any, address: str) -> None:
-    worker, transfer = Worker(loads=True), kv_transfer_config(XavierConfig("m", address))
-    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
-    member = Member("a", address, serves=False)
-    await tracker.join("namespace", member, 36, INITIAL_SETTINGS, "m-rep0")
-    load = asyncio.create_task(worker.wait_for_load("m-rep0"))
-    await tracker.was_asked_twice()
-    assert worker.states == {}
-    await tracker.set_serving("namespace", "a", True)
-    await load
-    assert worker.states == {"m-rep0": "ready"}
-
-
-async def test_one_that_is_terminated_before_it_can_is_not_called_ready(
-    tracker: Any, address: str
-) -> None:
-    worker, transfer = Worker(loads=True), kv_transfer_config(XavierConfig("m", address))
-    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
-    load = asyncio.create_task(worker.wait_for_load("m-rep0"))
-    await tracker.was_asked_twice()
-    worker._model_uid_to_model.clear()
-    await load
-    assert worker.states == {}
-
-
-@pytest.mark.parametrize("state", ["error", "stopping", "stopped"])
-async def test_other_states_are_told_at_once(address: str, state: str) -> None:
-    worker, transfer = Worker(), kv_transfer_config(XavierConfig("m", address))
-    await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer)
-    await worker._update_model_state("m-rep0", state)
-    assert worker.states == {"m-rep0": state}
-
-
 async def test_without_sharing_a_load_waits_for_nothing() -> None:
     worker = Worker(loads=True)
     await worker.launch_builtin_model("m-rep0")
     await worker.wait_for_load("m-rep0")
     assert worker.states == {"m-rep0": "ready"}
+
+
+@pytest.mark.parametrize("state", ["error", "stopping", "stopped"])
+async def test_other_states_are_told_at_once(address: str, state: str) -> None:
+    worker = Worker()
+    await launch(worker, XavierConfig("m", address))
+    await worker._update_model_state("m-rep0", state)
+    assert worker.states == {"m-rep0": state}
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(module, "_PATIENCE", PATIENCE)
+
+
+class Loading:
+    """A replica whose engines have loaded, so that its worker waits until it can serve."""
+
+    def __init__(self, address: str, engines: int = 1, **config: Any) -> None:
+        self.worker = Worker(loads=True)
+        self._config, self._engines = XavierConfig("m", address, **config), engines
+        self._task = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        await launch(self.worker, self._config, data_parallel_size=self._engines)
+        await self.worker.wait_for_load("m-rep0")
+
+    async def waits(self, tracker: Any) -> bool:
+        """Whether its launch goes on waiting after another look at the tracker."""
+        asked = asyncio.ensure_future(tracker.was_asked_twice())
+        await asyncio.wait({self._task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        return not self._task.done()
+
+    async def is_ready(self) -> bool:
+        """Whether the replica is ready once its worker no longer waits."""
+        await self._task
+        return self.worker.states == {"m-rep0": "ready"}
+
+
+async def join(
+    tracker: Any, name: str, incarnation: str, *, address: str = "127.0.0.1:1", serves: bool = False
+) -> None:
+    member = Member(incarnation, address, serves=False)
+    await tracker.join(NS, member, 36, INITIAL_SETTINGS, name)
+    if serves:
+        await tracker.set_serving(NS, incarnation, True)
+
+
+async def test_a_replica_is_ready_once_it_serves(tracker: Any, address: str) -> None:
+    await join(tracker, "m-rep1", "b", serves=True)
+    loading = Loading(address)
+    assert await loading.waits(tracker)
+    await join(tracker, "m-rep0", "a")
+    assert await loading.waits(tracker)
+    assert loading.worker.states == {}
+    await tracker.set_serving(NS, "a", True)
+    assert await loading.is_ready()
+
+
+async def test_a_replica_is_ready_once_all_of_its_engines_serve(tracker: Any, address: str) -> None:
+    loading = Loading(address, engines=2)
+    for rank, name in enumerate("ab"):
+        assert await loading.waits(tracker)
+        await join(tracker, f"m-rep0_dp{rank}", name, serves=True)
+    assert await loading.is_ready()
+
+
+async def test_one_that_was_lost_does_not_stand_for_its_successor(
+    tracker: Any, address: str
+) -> None:
+    """Its lease has not ended yet."""
+    await join(tracker, "m-rep0", "lost", serves=True)
+    await join(tracker, "m-rep0", "new")
+    loading = Loading(address)
+    assert await loading.waits(tracker)
+    await tracker.set_serving(NS, "new", True)
+    assert await loading.is_ready()
+
+
+async def test_a_replica_that_never_serves_is_launched_all_the_same(
+    tracker: Any,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+    await join(tracker, "m-rep0", "a")
+    assert await Loading(address, warm_join=0.0).is_ready()
+    assert "peers cannot fetch from this replica yet" in caplog.text
+    assert "replica=m-rep0" in caplog.text
+
+
+class Warming(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """A replica whose fetches at its start end when they `may`."""
+
+    def __init__(self, asked: asyncio.Event, may: asyncio.Event) -> None:
+        super().__init__()
+        self._asked, self._may = asked, may
+
+    async def warm_join(self) -> None:
+        self._asked.set()
+        await self._may.wait()
+
+
+async def test_a_replica_is_ready_once_it_has_what_it_fetches_at_its_start(
+    tracker: Any, address: str
+) -> None:
+    asked, may = asyncio.Event(), asyncio.Event()
+    await xo.create_actor(Warming, asked, may, address=address, uid=replica_uid("a"))
+    await join(tracker, "m-rep0", "a", address=address, serves=True)
+    loading = Loading(address)
+    await asyncio.wait_for(asked.wait(), PATIENCE)
+    assert loading.worker.states == {}
+    may.set()
+    assert await loading.is_ready()
+
+
+async def test_a_tracker_that_comes_later_is_asked(address: str) -> None:
+    loading = Loading(address)
+    tracker = await create_tracker(address, "m")
+    await join(tracker, "m-rep0", "a", serves=True)
+    assert await loading.is_ready()
+
+
+async def test_a_replica_that_is_terminated_meanwhile_is_not_called_ready(
+    tracker: Any, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loading = Loading(address)
+    assert await loading.waits(tracker)
+    loading.worker._model_uid_to_model.clear()
+    assert not await loading.is_ready()
+    assert loading.worker.states == {}
+    assert "cannot fetch" not in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
@@ -15,10 +14,8 @@ from PIL import UnidentifiedImageError
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES
 from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
-from xinference_xavier.frontend.model_router import Route
+from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.serving import routing
-from xinference_xavier.serving.model_proxy import ModelProxy
-from xinference_xavier.serving.routed_model import RoutedModel
 
 Start = Callable[..., Awaitable[TextApi]]
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -26,14 +23,48 @@ ROUTES = pytest.mark.parametrize("path", TEXT_ROUTES)
 
 
 @STREAMS
-async def test_every_route_is_answered_by_the_chosen_replica(
+async def test_every_route_is_answered_by_the_chosen_replica_and_says_why(
     text_api: TextApi, stream: bool
 ) -> None:
-    for path in TEXT_ROUTES:
+    chosen = set()
+    for path in (*TEXT_ROUTES, "/anthropic/v1/messages"):
         answer = await text_api.ask(path, stream=stream)
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-xavier-replica"] in answer.text
+        assert answer.headers["x-xavier-route"].startswith("backlog; backlog=0.00")
+        chosen.add(answer.headers["x-xavier-replica"])
+    assert chosen == {"m-0", "m-1"}
     assert await text_api.serving() == {"m-0": 0, "m-1": 0}
+    assert not text_api.cluster.router._routes
+
+
+def assert_in_turn(answer: httpx.Response) -> None:
+    assert answer.status_code == 200, answer.text
+    assert "x-xavier-replica" not in answer.headers
+
+
+async def test_other_routes_and_models_go_in_turn(text_api: TextApi) -> None:
+    assert_in_turn(await text_api.ask("/v1/messages/count_tokens"))
+    assert_in_turn(await text_api.ask(COMPLETIONS, model="another"))
+
+
+async def test_while_routing_is_off_requests_go_in_turn(text_api: TextApi) -> None:
+    text_api.cluster.configure(routing="off")
+    assert_in_turn(await text_api.ask(COMPLETIONS))
+    text_api.cluster.configure(routing="auto")
+    assert "x-xavier-replica" in (await text_api.ask(COMPLETIONS)).headers
+
+
+async def test_a_replica_that_is_no_longer_there_is_left_out(text_api: TextApi) -> None:
+    """The supervisor knows it before the tracker does."""
+    del text_api.supervisor._replica_model_uid_to_worker["m-0"]
+    answers = [await text_api.ask(COMPLETIONS) for _ in range(4)]
+    assert {answer.headers["x-xavier-replica"] for answer in answers} == {"m-1"}
+
+
+async def test_without_any_replica_requests_go_in_turn(text_api: TextApi) -> None:
+    text_api.supervisor._replica_model_uid_to_worker.clear()
+    assert_in_turn(await text_api.ask(COMPLETIONS))
 
 
 def assert_refused(answer: httpx.Response) -> None:
@@ -42,6 +73,11 @@ def assert_refused(answer: httpx.Response) -> None:
     assert len(answer.headers.get_list("retry-after")) == 1
     assert "limit" in answer.text
     assert "x-xavier-replica" not in answer.headers
+
+
+async def test_a_full_queue_is_a_429_with_retry_after(start_text_api: Start) -> None:
+    api = await start_text_api(queue=0, request_limit=0)
+    assert_refused(await api.ask(COMPLETIONS))
 
 
 @ROUTES
@@ -54,50 +90,43 @@ async def test_a_request_that_every_replica_refuses_is_a_429_with_retry_after(
     assert [len(await model.asked()) for model in text_api.models.values()] == [1, 1]
 
 
-@ROUTES
-@STREAMS
-async def test_a_refused_request_that_may_not_wait_is_a_429_with_retry_after(
-    start_text_api: Start, path: str, stream: bool
-) -> None:
-    api = await start_text_api(queue=0, request_limit=1)
-    await api.cluster.router.route()
+async def refuses(api: TextApi, replica: str) -> None:
     await api.prepare(limit=0)
-    assert_refused(await api.ask(path, stream=stream))
 
 
-@ROUTES
-@STREAMS
-async def test_a_request_of_a_lost_replica_that_may_not_wait_is_a_429_with_retry_after(
-    start_text_api: Start, path: str, stream: bool
-) -> None:
-    api = await start_text_api(queue=0, request_limit=1)
-    route = await api.cluster.router.route()
-    assert route is not None
-    (lost,) = api.models.keys() - {route.replica}
-    await api.end(lost)
-    assert_refused(await api.ask(path, stream=stream))
+async def was_lost(api: TextApi, replica: str) -> None:
+    await api.end(replica)
 
 
-@ROUTES
-async def test_a_stream_that_loses_its_replica_before_its_first_word_is_a_429_with_retry_after(
-    start_text_api: Start, path: str
-) -> None:
-    api = await start_text_api(queue=0, request_limit=1)
-    await api.cluster.router.route()
+async def breaks_before_the_first_word_of_a_stream(api: TextApi, replica: str) -> None:
     await api.prepare(breaks=xo.ServerClosed("the engine has ended"))
-    assert_refused(await api.ask(path, stream=True))
 
 
-async def test_a_replica_that_is_gone_for_a_request_that_may_not_wait_is_a_429(
-    start_text_api: Start,
+async def is_unknown_to_the_supervisor(api: TextApi, replica: str) -> None:
+    del api.supervisor._replica_model_uid_to_worker[replica]
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("happens", "stream"),
+    [
+        (refuses, False),
+        (refuses, True),
+        (was_lost, False),
+        (was_lost, True),
+        (breaks_before_the_first_word_of_a_stream, True),
+        (is_unknown_to_the_supervisor, False),
+    ],
+)
+async def test_a_request_that_may_not_wait_is_a_429_with_retry_after_if_its_replica(
+    start_text_api: Start, path: str, happens: Any, stream: bool
 ) -> None:
     api = await start_text_api(queue=0, request_limit=1)
     route = await api.cluster.router.route()
     assert route is not None
-    (gone,) = api.models.keys() - {route.replica}
-    del api.supervisor._replica_model_uid_to_worker[gone]
-    for path in TEXT_ROUTES:
-        assert_refused(await api.ask(path))
+    (its,) = api.models.keys() - {route.replica}
+    await happens(api, its)
+    assert_refused(await api.ask(path, stream=stream))
 
 
 @ROUTES
@@ -229,7 +258,7 @@ async def asked_one(api: TextApi) -> str:
 
 
 async def left(api: TextApi) -> None:
-    """Until no request occupies a replica any more."""
+    """Waits until no request occupies a replica any more."""
     async with asyncio.timeout(30):
         while any((await api.serving()).values()):
             pass
@@ -247,63 +276,6 @@ async def test_a_stream_whose_client_goes_before_its_first_word_is_closed(
     assert sum([await model.closed() for model in text_api.models.values()]) == 1
 
 
-async def routed(api: TextApi) -> tuple[RoutedModel, Any, Route]:
-    """A routed model, and the replica to which its request goes."""
-    route = await api.cluster.router.route()
-    assert route is not None
-    model = api.models[route.replica]
-    return RoutedModel(api.cluster.router, route, model, api.supervisor.get_model), model, route
-
-
-STREAM = {"stream": True}
-
-
-@pytest.mark.parametrize("kept", [False, True])
-async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
-    text_api: TextApi, kept: bool
-) -> None:
-    """`cache_control` and `prompt_cache_retention` put a stream around it."""
-    model, replica, _ = await routed(text_api)
-    asked: Any = ModelProxy(model, prompt_s=60.0) if kept else model
-    stream = await asked.chat([], STREAM)
-    await stream.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
-    assert (await replica.serving(), await replica.closed()) == (0, 1)
-
-
-async def test_a_stream_that_nobody_closes_leaves_its_place_when_the_request_ends(
-    text_api: TextApi,
-) -> None:
-    model, replica, route = await routed(text_api)
-    await model.chat([], STREAM)
-    text_api.cluster.router.end(route)
-    await left(text_api)
-    assert await replica.closed() == 1
-
-
-async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place(
-    text_api: TextApi,
-) -> None:
-    model, replica, _ = await routed(text_api)
-    begun = asyncio.Event()
-    chat = replica.chat
-
-    async def noticed(*args: Any, **kwargs: Any) -> Any:
-        stream = await chat(*args, **kwargs)
-        begun.set()
-        return stream
-
-    model._model = SimpleNamespace(chat=noticed, decrease_serve_count=replica.decrease_serve_count)
-    asking = asyncio.create_task(model.chat([], STREAM))
-    await begun.wait()
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    await left(text_api)
-    assert await replica.closed() == 1
-
-
 class Named(NoPrefixes):
     CONTENTS: ClassVar[dict[str, Any]] = {
         "story": {"prompt": "Once upon a time"},
@@ -318,12 +290,14 @@ class Named(NoPrefixes):
 
 @STREAMS
 @pytest.mark.parametrize(
-    ("path", "body", "reason"),
+    ("path", "name", "more", "reason"),
     [
-        (COMPLETIONS, {"prefix_name": "guide"}, "'guide' has messages; use it on a route of chats"),
-        (COMPLETIONS, {"prefix_name": "poet"}, "'poet' belongs to adapter 'poet'"),
+        (COMPLETIONS, "guide", {}, "'guide' has messages; use it on a route of chats"),
+        (COMPLETIONS, "poet", {}, "'poet' belongs to adapter 'poet'"),
+        (COMPLETIONS, "poet", {"lora_name": "clerk"}, "'poet' belongs to adapter 'poet'"),
+        (COMPLETIONS, "story", {"lora_name": "poet"}, "belongs to the model without an adapter"),
         *(
-            (path, {"prefix_name": name}, reason)
+            (path, name, {}, reason)
             for path in TEXT_ROUTES
             if path != COMPLETIONS
             for name, reason in (
@@ -334,27 +308,41 @@ class Named(NoPrefixes):
     ],
 )
 async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
-    start_text_api: Start, path: str, body: dict[str, Any], reason: str, stream: bool
+    start_text_api: Start, path: str, name: str, more: Any, reason: str, stream: bool
 ) -> None:
     api = await start_text_api(Named())
-    answer = await api.ask(path, stream=stream, **body)
+    answer = await api.ask(path, stream=stream, prefix_name=name, **more)
     assert answer.status_code == 400, answer.text
     assert reason in answer.text
     assert not any([await model.asked() for model in api.models.values()])
 
 
+@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("by", ["header", "body"])
+@pytest.mark.parametrize(
+    ("path", "name", "text", "adapter"),
+    [
+        (COMPLETIONS, "story", "Once upon a time", {}),
+        (COMPLETIONS, "poet", "A rose", {"lora_name": "poet"}),
+        (CHAT, "guide", "You are a guide.", {}),
+        (CHAT, "poets", "A rose", {"lora_name": "poet"}),
+    ],
+)
 async def test_a_prefix_of_the_right_kind_and_adapter_goes_before_the_request(
-    start_text_api: Start,
+    start_text_api: Start, path: str, name: str, text: str, adapter: Any, by: str, mode: str
 ) -> None:
     api = await start_text_api(Named())
-    poet = {"lora_name": "poet"}
-    for path, name, text, adapter in (
-        (COMPLETIONS, "story", "Once upon a time", {}),
-        (COMPLETIONS, "poet", "A rose", poet),
-        (CHAT, "guide", "You are a guide.", {}),
-        (CHAT, "poets", "A rose", poet),
-    ):
-        answer = await api.ask(path, prefix_name=name, **adapter)
-        assert answer.status_code == 200, answer.text
-        asked = (await api.models[answer.headers["x-xavier-replica"]].asked())[-1]
-        assert text in str(asked.content)
+    api.cluster.configure(routing=mode)
+    headers = {"x-xavier-prefix": name} if by == "header" else {}
+    named = {"prefix_name": name} if by == "body" else {}
+    answer = await api.ask(path, headers=headers, **named, **adapter)
+    assert answer.status_code == 200, answer.text
+    (asked,) = await api.asked()
+    assert text in str(asked.content)
+
+
+async def test_a_prompt_is_kept_as_openai_s_clients_ask(text_api: TextApi) -> None:
+    for retention in ("24h", "for ever", None):
+        await text_api.ask(COMPLETIONS, prompt_cache_retention=retention)
+    names = [asked.request_id or "" for asked in await text_api.asked()]
+    assert [*filter(None, map(keeping_of, names))] == [Keeping(86400.0, 1.0)]

@@ -1,11 +1,13 @@
-"""The text routes are xinference's own, whatever their paths, and so are their tenants."""
+"""The text routes are xinference's own, whatever their paths, and so are their tenants. The router
+learns what a request asks as xinference has read it."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import ANY
 
 import pytest
@@ -15,7 +17,8 @@ from xinference import extensions
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import NoPrefixes, TextApi, llm_router
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.question import prompt_text
+from xinference_xavier.frontend.question import MAX_BODY, prompt_text
+from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.routing import remember_texts
 from xinference_xavier.serving.seam import TEXT_ENDPOINTS
 
@@ -78,15 +81,9 @@ def test_the_paths_of_text_routes_are_tested() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_every_text_route_goes_through_the_router(api: TextApi, path: str) -> None:
-    answer = await api.ask(path)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-xavier-replica"] in api.models
-
-
-@pytest.mark.parametrize("path", PATHS)
 async def test_every_text_route_knows_names(api: TextApi, path: str) -> None:
-    assert (await api.ask(path, prefix_name="another")).status_code == 404
+    unknown = await api.ask(path, prefix_name="another")
+    assert (unknown.status_code, unknown.headers["x-xavier-not-found"]) == (404, "prefix")
     assert (await api.ask(path, prefix_name=7)).status_code == 400
     assert not await api.asked()
 
@@ -109,18 +106,93 @@ async def test_a_tenants_prefix_is_of_the_salt_that_an_extension_supplies(
     assert asked.content == f"{tenant}'s contracthi"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
-async def test_what_the_router_hashes_is_of_the_supplied_salt(
-    api: TextApi, tenant: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    route, texts = api.cluster.router.route, []
+@pytest.mark.parametrize("by", ["header", "body"])
+async def test_a_long_body_keeps_its_prefix_and_its_tenant(api: TextApi, by: str) -> None:
+    long = "x" * (MAX_BODY + 1)
+    headers = {"x-xavier-prefix": "contract"} if by == "header" else {}
+    named = {"prefix_name": "contract"} if by == "body" else {}
+    answer = await api.ask(COMPLETIONS, long, headers, cache_salt="alice", **named)
+    assert answer.status_code == 200, answer.text
+    (asked,) = await api.asked()
+    assert asked.content == f"alice's contract{long}"
 
-    async def note(text: Any, *args: Any, **kwargs: Any) -> Any:
-        texts.append(text)
-        return await route(text, *args, **kwargs)
+
+class Told(NamedTuple):
+    """What a router is told of a request."""
+
+    text: Text
+    session: str
+
+
+@pytest.fixture
+def told(api: TextApi, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """What the router was told of each request so far."""
+    route, told = api.cluster.router.route, []
+
+    async def note(text: Text, session: str, **how: Any) -> Any:
+        told.append(Told(text, session))
+        return await route(text, session, **how)
 
     monkeypatch.setattr(api.cluster.router, "route", note)
+    return told
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
+async def test_what_the_router_hashes_is_of_the_supplied_salt(
+    api: TextApi, told: list[Told], tenant: str, path: str
+) -> None:
     more = {"instructions": "many words " * 100}
     answer = await api.ask(path, headers={"x-key": "mallory"}, cache_salt="alice", **more)
     assert answer.status_code == 200, answer.text
-    assert texts == [prompt_text(body_of(path, "m", "hi", **more, cache_salt=tenant))]
+    text = prompt_text(body_of(path, "m", "hi", **more, cache_salt=tenant))
+    assert [each.text for each in told] == [text]
+
+
+@pytest.mark.parametrize(
+    ("length", "hashed"),
+    [(3000, 3000), (300_000, 300_000), (MAX_BODY, 0)],
+    ids=["short", "read aside", "too long to be hashed"],
+)
+async def test_a_body_is_put_together_from_its_parts(
+    api: TextApi, told: list[Told], length: int, hashed: int
+) -> None:
+    body = {"model": "m", "prompt": "x" * length, "prompt_cache_key": "chat"}
+
+    async def parts() -> AsyncIterator[bytes]:
+        whole = json.dumps(body).encode()
+        yield whole[:1000]
+        yield whole[1000:]
+
+    headers = {"content-type": "application/json"}
+    answer = await api.client.post(COMPLETIONS, content=parts(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert [(each.text.length, each.session) for each in told] == [(hashed, "chat")]
+
+
+async def test_a_named_text_is_part_of_what_is_hashed(api: TextApi, told: list[Told]) -> None:
+    await api.ask(COMPLETIONS, "x" * 3000, prefix_name="contract", cache_salt="alice")
+    whole = {"prompt": "alice's contract" + "x" * 3000, "cache_salt": "alice"}
+    assert [each.text for each in told] == [prompt_text(whole)]
+
+
+async def test_a_session_may_be_named_by_a_header(api: TextApi, told: list[Told]) -> None:
+    await api.ask(COMPLETIONS, headers={"x-session-id": "chat"})
+    assert [each.session for each in told] == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("手册", "手册".encode()),
+        ("café", "café".encode()),
+        ("café", "café".encode("latin-1")),
+    ],
+)
+async def test_a_name_in_a_header_is_in_utf_8_or_latin_1(
+    api: TextApi, name: str, sent: bytes
+) -> None:
+    answer = await api.client.post(
+        COMPLETIONS, json=body_of(COMPLETIONS, "m", "hi"), headers=[(b"x-xavier-prefix", sent)]
+    )
+    assert answer.status_code == 404
+    assert f"no prefix named {name!r}" in answer.text

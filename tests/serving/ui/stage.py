@@ -21,8 +21,8 @@ import xinference
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from xinference.api.frontend_static import mount_frontend
-from xinference.extensions import APIExtensionContext
 
+from tests.serving.supervisors import api_context
 from tests.serving.ui.reports import named_prefix
 from xinference_xavier.serving.ui.routes import add_pages
 
@@ -156,14 +156,9 @@ class Stage:
         running.wait()
 
     def _app(self) -> FastAPI:
-        app, router = FastAPI(), APIRouter()
-        context = APIExtensionContext(
-            app=app,
-            router=router,
-            auth_service=None,
-            auth_enabled=False,
-            get_supervisor_ref=_no_supervisor,
-        )
+        context = api_context()
+        app: FastAPI = context.app
+        router = context.router
         add_pages(context)
         self._add_sharing(router)
         for path, answer in _ANSWERS.items():
@@ -293,7 +288,3 @@ def _giving(answer: object) -> Callable[[], Any]:
         return JSONResponse(answer)
 
     return give
-
-
-async def _no_supervisor() -> Any:
-    raise AssertionError("pages do not call the supervisor")

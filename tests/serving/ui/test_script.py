@@ -1,4 +1,5 @@
-"""Our script is inserted into xinference's pages, and into nothing else."""
+"""Our script is inserted into xinference's pages, and into nothing else. Our own page works in a
+closed network."""
 
 from __future__ import annotations
 
@@ -131,3 +132,10 @@ async def test_xinferences_own_pages_get_it_and_can_load_it(stage: Stage) -> Non
         assert found.text == dialog_script()
         for path in ("/xavier", "/xavier/"):
             assert (await client.get(path, headers=HTML)).text == page()
+
+
+def test_our_page_is_a_single_document_that_loads_nothing_from_elsewhere() -> None:
+    text = page()
+    assert "/*" + "script*/" not in text
+    for outside in (" src=", "@import", "url(http", 'href="http', "import ", "//cdn"):
+        assert outside not in text, outside

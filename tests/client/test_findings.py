@@ -1,0 +1,132 @@
+"""What `doctor` finds in facts that are written down here; `test_doctor.py` has real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from xinference_xavier.client.doctor import Finding, diagnose
+from xinference_xavier.runtime.host import process_info
+
+HEALTHY: dict[str, Any] = {
+    "transfer_address": "h:2",
+    "config": {"port_range": None, "transport": "auto"},
+    "free_ports": None,
+    "port_range_error": None,
+    "peers": {},
+}
+"""What a replica says of itself."""
+
+
+def found_in_processes(**api: Any) -> list[Finding]:
+    """The findings in a cluster without models, whose processes are all like this one."""
+    info = process_info()
+    workers = {"127.0.0.1:1": info}
+    return diagnose({"api": {**info, **api}, "supervisor": info, "workers": workers, "models": {}})
+
+
+def found(
+    tracker: dict[str, Any] | None = None, check: dict[str, Any] | None = None, **figures: Any
+) -> list[Finding]:
+    """The findings in a model with two replicas. What is not given of its tracker and of `m-0` is
+    as in a healthy one."""
+    replica = {"address": "h:1", "namespace": "n"}
+    report = {
+        "model_uid": "m",
+        "enabled": True,
+        "replicas": [
+            {**replica, "incarnation": "a", "replica": "m-0", **figures},
+            {**replica, "incarnation": "b", "replica": "m-1"},
+        ],
+        "totals": {},
+        "tracker": tracker or {},
+    }
+    checks = {"a": {**HEALTHY, **(check or {})}, "b": HEALTHY}
+    info = process_info()
+    models = {"m": {"report": report, "self_checks": checks}}
+    return diagnose({"api": info, "supervisor": info, "workers": {"w": info}, "models": models})
+
+
+@pytest.fixture(autouse=True)
+def byte_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+
+
+@pytest.mark.parametrize("api", [{}, {"faults": {}}], ids=["of an earlier version", "whole"])
+def test_nothing_in_healthy_processes(api: dict[str, Any]) -> None:
+    assert found_in_processes(**api) == []
+
+
+@pytest.mark.parametrize("grave", [True, False])
+def test_what_xinference_lacks(grave: bool) -> None:
+    (finding,) = found_in_processes(faults={"it has no ears: it does not hear": grave})
+    assert finding.where == "API process"
+    assert "it has no ears: it does not hear" in finding.problem
+    assert finding.grave is grave
+
+
+def test_nothing_in_healthy_replicas() -> None:
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "where", "problem", "grave"),
+    [
+        (
+            {"vllm": "0.40.0", "vllm_untested": True},
+            "replica m-0",
+            "runs vLLM 0.40.0, with which sharing was never tested",
+            False,
+        ),
+        (
+            {"fetch_decisions": {"left_out": {"b": "timeout"}}},
+            "replica m-0",
+            "leaves out m-1, from which its latest fetches failed: timeout",
+            False,
+        ),
+        (
+            {"comparison": {"differing": 1, "peer": "b", "layer": "layers.3", "amount": 0.5}},
+            "replica m-0",
+            "computes different rows from m-1 for the same text: layers.3 by 50%",
+            True,
+        ),
+        (
+            {"comparison": {"audits": 9, "failed_audits": 2, "peer": "b", "layer": "layers.0"}},
+            "replica m-0",
+            "computed different rows from those fetched or loaded, 2 times",
+            True,
+        ),
+        (
+            {"hooks": {"failed": 1, "dropped": 2}},
+            "replica m-0",
+            "xavier_hooks raised at 1 events and was too slow for 2",
+            False,
+        ),
+        (
+            {"tracker": {"hooks": {"failed": 3}}},
+            "tracker of m",
+            "xavier_hooks raised at 3 events and was too slow for 0",
+            False,
+        ),
+        (
+            {"tracker": {"dropped": 9}},
+            "model m",
+            "its tracker has no room to list 9 chunks for peers to fetch",
+            False,
+        ),
+    ],
+)
+def test_what_a_report_tells(
+    figures: dict[str, Any], where: str, problem: str, grave: bool
+) -> None:
+    (finding,) = found(**figures)
+    assert (finding.where, finding.problem, finding.grave) == (where, problem, grave)
+
+
+def test_shared_memory_is_required_where_it_is_impossible() -> None:
+    config = {"port_range": None, "transport": "shared_memory"}
+    peers = {"b": "no link by shared_memory: other machine", "c": None}
+    (finding,) = found(check={"config": config, "peers": peers})
+    assert finding.problem == "cannot fetch from m-1: no link by shared_memory: other machine"
+    assert finding.remedy == "launch with --xavier_transport auto"

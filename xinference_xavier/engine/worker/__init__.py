@@ -1,1 +1,0 @@
-"""Copies between a KV cache and the pool, in vLLM's workers."""
