@@ -1,18 +1,29 @@
-"""Blocks that are stored and loaded elsewhere are equal byte for byte."""
+"""Blocks that are stored and loaded elsewhere are equal byte for byte, on the CPU and on devices. A
+worker is asked only while it has a job, and reports each job once."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from xinference_xavier.engine.worker import HostWorker, _Job
-from xinference_xavier.pool.region import Region
+from tests.engine.vllm_scheduler import engine_config
+from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker, OnlyLoads, _Job
+from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 ROWS = 8
 
@@ -226,3 +237,193 @@ def test_shutdown_finishes_the_submitted_jobs(working: HostWorker) -> None:
         working.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
     working.shutdown()
     assert len(working.get_finished()) == 4
+
+
+# -- devices -----------------------------------------------------------------------------------
+
+BLOCKS_PER_CHUNK = 2
+WORKERS = 3
+SLOT = 2
+
+
+@pytest.fixture
+def two_groups() -> CanonicalKVCaches:
+    return kv_caches([[640, 400], [320]])
+
+
+@pytest.fixture
+def region(two_groups: CanonicalKVCaches) -> Region:
+    cells = WORKERS * cell_bytes(two_groups, BLOCKS_PER_CHUNK)
+    return Region.create(ROWS, -(-cells // ROW_ALIGNMENT) * ROW_ALIGNMENT)
+
+
+def views(region: Region, rank: int, two_groups: CanonicalKVCaches) -> list[bytes]:
+    """The row as a device worker of this rank sees it, tensor by tensor."""
+    device = DeviceRegion(region, rank, [cell_bytes(two_groups, BLOCKS_PER_CHUNK)] * WORKERS)
+    sizes = [tensor.page_size_bytes * BLOCKS_PER_CHUNK for tensor in two_groups.tensors]
+    return [device.create_next_worker_view(size)[SLOT].numpy().tobytes() for size in sizes]
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_a_row_written_by_the_cpu_worker_is_read_through_the_view(
+    rank: int, region: Region, two_groups: CanonicalKVCaches
+) -> None:
+    cell = cell_bytes(two_groups, BLOCKS_PER_CHUNK)
+    working = HostWorker(two_groups, region, BLOCKS_PER_CHUNK, rank * cell)
+    gpu = GPULoadStoreSpec([7, 3, 1, 8], group_sizes=[2, 2], block_indices=[0, 0])
+    working.submit_store(1, gpu, CPULoadStoreSpec([SLOT, SLOT]))
+    working.shutdown()
+    (a7, b7), (a3, b3) = pages_of(two_groups, 0, 7), pages_of(two_groups, 0, 3)
+    (c1,), (c8,) = pages_of(two_groups, 1, 1), pages_of(two_groups, 1, 8)
+    assert views(region, rank, two_groups) == [a7 + a3, b7 + b3, c1 + c8]
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_a_row_written_through_the_view_is_loaded_by_the_cpu_worker(
+    rank: int, region: Region, two_groups: CanonicalKVCaches
+) -> None:
+    cell = cell_bytes(two_groups, BLOCKS_PER_CHUNK)
+    device = DeviceRegion(region, rank, [cell] * WORKERS)
+    for tensor in two_groups.tensors:
+        view = device.create_next_worker_view(tensor.page_size_bytes * BLOCKS_PER_CHUNK)
+        view[SLOT] = tensor.tensor[4:6].reshape(-1)
+    expected = [pages_of(two_groups, 0, block) for block in (4, 5)]
+    working = HostWorker(two_groups, region, BLOCKS_PER_CHUNK, rank * cell)
+    gpu = GPULoadStoreSpec([20, 21], group_sizes=[2, 0], block_indices=[0, 0])
+    working.submit_load(1, CPULoadStoreSpec([SLOT]), gpu)
+    working.shutdown()
+    assert [pages_of(two_groups, 0, block) for block in (20, 21)] == expected
+
+
+def test_a_view_covers_every_row(region: Region, two_groups: CanonicalKVCaches) -> None:
+    view = DeviceRegion(region, 1, [2720, 1280]).create_next_worker_view(1280)
+    assert view.shape == (ROWS, 1280)
+    assert view.stride() == (region.row_bytes, 1)
+    view.fill_(1)
+    assert (region.array[:, 2720:4000] == 1).all()
+    assert int(region.array.sum()) == ROWS * 1280
+
+
+def test_a_worker_gets_no_more_than_its_cell(region: Region) -> None:
+    device = DeviceRegion(region, 0, [1000])
+    device.create_next_worker_view(1000)
+    with pytest.raises(AssertionError):
+        device.create_next_worker_view(1)
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("cells", [[2720] * 3, [2720, 4080, 1360]], ids=["equal", "unequal"])
+def test_the_ranges_to_register_are_whole_pages_around_the_cells(
+    rank: int, cells: list[int], region: Region
+) -> None:
+    ranges = list(DeviceRegion(region, rank, cells).iter_worker_slot_ranges())
+    assert len(ranges) == ROWS
+    for row, (offset, length) in enumerate(ranges):
+        start = row * region.row_bytes + sum(cells[:rank])
+        assert offset % ROW_ALIGNMENT == length % ROW_ALIGNMENT == 0
+        assert offset <= start < offset + ROW_ALIGNMENT
+        end = start + cells[rank]
+        assert end <= offset + length < end + ROW_ALIGNMENT
+        assert offset + length <= region.size
+
+
+def test_cleaning_up_twice_is_harmless(region: Region) -> None:
+    device = DeviceRegion(region, 0, [1000])
+    device.cleanup()
+    device.cleanup()
+    assert region.fd == -1
+
+
+# -- the worker's connector --------------------------------------------------------------------
+
+CACHES = kv_caches([[64]])
+
+
+class Watched(HostWorker):
+    def __init__(self, region: Region) -> None:
+        super().__init__(CACHES, region, 1, 0)
+        self.asked = 0
+        self.waited = 0
+
+    def get_finished(self) -> list[TransferResult]:
+        self.asked += 1
+        return super().get_finished()
+
+    def await_finished(self, seconds: float) -> bool:
+        self.waited += 1
+        return super().await_finished(60.0)
+
+
+class Steps:
+    """Steps of a worker, as vLLM's model runners make them."""
+
+    def __init__(self, connector: XavierConnector, worker: Watched) -> None:
+        self.connector, self.worker = connector, worker
+
+    def __call__(self, metadata: OffloadingConnectorMetadata) -> tuple[set[str], set[int]]:
+        """The requests that have been loaded, and the jobs that are completed."""
+        connector = self.connector
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        connector.start_load_kv(Mock())
+        connector.wait_for_save()  # type: ignore[no-untyped-call]
+        self.worker.wait({1, 2})
+        _, loaded = connector.get_finished(set())
+        completed = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return loaded, set(completed.completed_jobs if completed else ())
+
+
+@pytest.fixture
+def step(model_folder: Path, cache_config: KVCacheConfig) -> Iterator[Steps]:
+    connector = XavierConnector(engine_config(model_folder), KVConnectorRole.WORKER, cache_config)
+    assert connector.connector_worker is not None
+    region = Region.create(2, cell_bytes(CACHES, 1))
+    connector.connector_worker.worker = worker = Watched(region)
+    yield Steps(connector, worker)
+    connector.shutdown()
+    region.close()
+
+
+def nothing() -> OffloadingConnectorMetadata:
+    return OffloadingConnectorMetadata({}, {})
+
+
+STORE = {1: TransferJob("a", one_group([3]), CPULoadStoreSpec([0]))}
+LOAD = {2: TransferJob("b", CPULoadStoreSpec([0]), one_group([5]))}
+
+
+def test_a_worker_without_jobs_is_not_asked(step: Steps) -> None:
+    for _ in range(3):
+        assert step(nothing()) == (set(), set())
+    assert not step.worker.asked
+
+
+def test_a_store_begins_in_the_next_step_and_is_reported_once(step: Steps) -> None:
+    assert step(OffloadingConnectorMetadata({}, dict(STORE))) == (set(), set())
+    assert step(nothing()) == (set(), {1})
+    asked = step.worker.asked
+    assert step(nothing()) == (set(), set())
+    assert step.worker.asked == asked
+
+
+def test_a_store_that_vllm_flushes_is_reported_in_its_step(step: Steps) -> None:
+    """vLLM takes it out of the metadata, since its request is preempted."""
+    flushed = OffloadingConnectorMetadata({}, dict(STORE), {1})
+    assert step(flushed) == (set(), {1})
+
+
+def test_what_was_stored_is_loaded(step: Steps) -> None:
+    step(OffloadingConnectorMetadata({}, dict(STORE)))
+    step(nothing())
+    assert step(OffloadingConnectorMetadata(dict(LOAD), {})) == ({"b"}, {2})
+    assert pages_of(CACHES, 0, 5) == pages_of(CACHES, 0, 3)
+
+
+def test_a_worker_waits_in_steps_that_have_nothing_but_loads(step: Steps) -> None:
+    step(OffloadingConnectorMetadata(dict(LOAD), {}))
+    assert not step.worker.waited
+    step(OnlyLoads(dict(LOAD), {}))
+    assert step.worker.waited == 1
+    step(OnlyLoads({}, {}))
+    assert step.worker.waited == 1
