@@ -38,13 +38,13 @@ class PoolAgainstModel:
         self.quarantined: list[Row] = []  # without a reader
 
     def go_on(self) -> None:
-        """One of the events that are possible now."""
-        steps = [self.touch, self.set_checksum, self.take_changes, self.restart_changes]
-        steps += [self.reserve, self.reserve, self.pin, self.pin, self.flush, self.reset]
+        """One of the events that are possible now, more often those that fill the pool."""
+        steps = [*6 * [self.reserve], *2 * [self.pin], self.touch, self.set_checksum]
+        steps += [self.take_changes, self.restart_changes, self.flush, self.reset]
         if self.writing:
-            steps += [self.commit, self.commit, self.commit, self.abort, self.quarantine]
+            steps = [*12 * [self.commit], self.abort, self.quarantine, *steps]
         if self.pinned:
-            steps += [self.unpin, self.unpin]
+            steps += 4 * [self.unpin]
         if self.pinned or self.ended:
             steps += [self.pin_row, self.share_row, self.end_what_is_not_being_written]
         self.draw(st.sampled_from(steps))()
@@ -69,7 +69,8 @@ class PoolAgainstModel:
         return {row.slot for row in rows}
 
     def reserve(self) -> None:
-        keys, before = self.draw(KEY_LISTS), self.draw(st.none() | st.lists(KEYS, unique=True))
+        some = st.lists(KEYS, unique=True) | st.permutations([row.key for row in self.idle])
+        keys, before = self.draw(KEY_LISTS), self.draw(st.none() | some)
         prefix = [] if before is None else [*dict.fromkeys([*before, *keys])]
         held, in_use = self.held(), self.in_use()
         free = SLOTS - len(in_use)
@@ -95,7 +96,7 @@ class PoolAgainstModel:
         self.writing += rows
 
     def commit(self) -> None:
-        row, pins = self.one_of(self.writing), self.draw(st.integers(0, 2))
+        row, pins = self.one_of(self.writing), self.draw(st.sampled_from([0, 0, 0, 1, 2]))
         live = row in self.filling
         assert self.pool.commit(row, self.draw(st.none() | CHECKSUMS), pins) == live
         if not live:  # there was a reset or a quarantine
