@@ -16,7 +16,7 @@ from xinference_xavier.pool.tier import Fetch, FetchState
 SLOTS = 8
 PROMPTS = ("one", "two")
 LENGTH = 6
-LENGTHS = st.integers(0, LENGTH)
+LENGTHS, STARTS = st.integers(0, LENGTH), st.sampled_from([0, 0, 1, 3])
 STEPS = 60
 
 
@@ -44,19 +44,20 @@ class Walk:
 
     def go_on(self) -> None:
         """One of the events that are possible now, more often those that most requests meet."""
-        steps = [self.arrive, self.publish, self.wait, self.reset]
+        steps: list[Callable[[], None]] = []
         if self.without_jobs():
-            steps += 3 * [self.attempt]
+            steps += 4 * [self.attempt]
         if self.without_loads():
             steps += 2 * [self.store]
-        if self.unfinished:
-            steps += [self.finish]
         if self.jobs:
-            steps += 3 * [self.complete]
+            steps += 4 * [self.complete]
         if self.pending():
             steps += [self.end_fetch, self.end_fetch, self.abandon_fetch]
         if self.abandoned:
             steps += [self.drain_fetches]
+        if self.unfinished:
+            steps += [self.finish]
+        steps += [self.arrive, self.arrive, self.publish, self.publish, self.wait, self.reset]
         self.draw(st.sampled_from(steps))()
 
     # -- requests -----------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Walk:
 
     def attempt(self) -> None:
         """Look up one request, for which vLLM may have blocks."""
-        request, own_prefix = self.draw(st.sampled_from(self.without_jobs())), self.draw(LENGTHS)
+        request, own_prefix = self.draw(st.sampled_from(self.without_jobs())), self.draw(STARTS)
         now = self.vllm.clock.now
         hits = self.vllm.scan(request, own_prefix)
         if hits is None:
@@ -93,7 +94,7 @@ class Walk:
         self.vllm.end_step()
 
     def store(self) -> None:
-        request, start = self.draw(st.sampled_from(self.without_loads())), self.draw(LENGTHS)
+        request, start = self.draw(st.sampled_from(self.without_loads())), self.draw(STARTS)
         output = self.vllm.manager.prepare_store(request.keys[start:], request.context)
         assert output is not None
         assert isinstance(output.store_spec, BlockIDsLoadStoreSpec)
@@ -186,7 +187,7 @@ class Walk:
         assert_nothing_left(self.vllm)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(st.data())
 def test_the_pool_stays_in_order(data: st.DataObject) -> None:
     walk = Walk(data.draw)
