@@ -84,7 +84,7 @@ MUTATIONS = (
         "if not success or (req_id, key) in self._void:",
         "if not success:",
         "a chunk of which vLLM stored only some blocks becomes a hit",
-        ("tests/engine/test_jobs.py",),
+        ("tests/engine/test_manager.py",),
     ),
     Mutation(
         "engine/adapters.py",
@@ -190,7 +190,7 @@ MUTATIONS = (
         "            return False\n",
         "",
         "requests wait for a prefill replica that is gone",
-        ("tests/engine/test_tier_lookup_prefill_wait.py",),
+        ("tests/engine/test_prefill_wait.py",),
     ),
     Mutation(
         "protocol/load.py",

@@ -1,14 +1,21 @@
-"""Makes vLLM's dataclasses, whose fields differ between versions."""
+"""Calls what takes other arguments in other versions of vLLM."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import inspect
+from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def made(kind: type[T], **values: Any) -> T:
-    """Make a `kind` from those `values` that are fields in the installed version."""
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
-    return kind(**{name: value for name, value in values.items() if name in known})
+@cache
+def _parameters(function: Callable[..., Any]) -> Collection[str]:
+    return inspect.signature(function).parameters.keys()
+
+
+def called(function: Callable[..., T], **arguments: Any) -> T:
+    """With those of the `arguments` that the installed version takes."""
+    taken = _parameters(function)
+    return function(**{name: value for name, value in arguments.items() if name in taken})

@@ -1,6 +1,9 @@
-"""Fixtures for tests of the manager and its parts."""
+"""Fixtures for tests of the manager and its parts, with vLLM's own scheduler and without."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
-from tests.engine.any_version import made
+from tests.engine.any_version import called
 from tests.engine.scheduling import Scheduling
-from tests.engine.vllm_scheduler import BLOCK_TOKENS
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine, engine_config
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def cache_config() -> KVCacheConfig:
         block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=64, dtype=torch.float32
     )
     layers = ["layer.0", "layer.1"]
-    tensor = made(
+    tensor = called(
         KVCacheTensor,
         size=16 * 2 * spec.page_size_bytes,
         **dict.fromkeys(("layers", "shared_by"), layers),
@@ -36,3 +39,18 @@ def cache_config() -> KVCacheConfig:
     )
     groups = [KVCacheGroupSpec(layers, spec)]
     return KVCacheConfig(num_blocks=16, kv_cache_tensors=[tensor], kv_cache_groups=groups)
+
+
+@pytest.fixture
+def make_engine(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> MakeEngine:
+    def make(**arguments: Any) -> Engine:
+        return Engine(engine_config(model_folder, **arguments), cache_config, monkeypatch)
+
+    return make
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Engine:
+    return make_engine()

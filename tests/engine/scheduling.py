@@ -148,7 +148,7 @@ class ScriptedTier(Tier):
 
     def end(self, fetch: Fetch, arrived: int | None = None, seconds: float = 0.01) -> None:
         """The first `arrived` rows arrived (default: all), and the rest will not."""
-        fetch.seconds = seconds
+        fetch.seconds, fetch.transport = seconds, "gloo"
         rows = fetch.rows if arrived is None else fetch.rows[:arrived]
         fetch.committed = [row for row in rows if self.pool.commit(row, checksum=1, pins=1)]
         complete = len(fetch.committed) == len(fetch.rows)
@@ -244,6 +244,13 @@ class Scheduling:
         self.manager.on_new_request(request.context)
         return request
 
+    def ask(self, count: int, req_id: str = "r", **held: int) -> Request:
+        """A request arrives for a prompt of `count` chunks. Peers hold as many of its first chunks
+        as `held` says, and nothing else."""
+        keys = chunks("prompt", count)
+        self.tier.peers_hold(**{peer: keys[:number] for peer, number in held.items()})
+        return self.arrive(req_id, keys)
+
     def begin_step(
         self, tokens: int, prompts: dict[str, int] | None = None, depth: float = 0.0
     ) -> None:
@@ -284,6 +291,21 @@ class Scheduling:
     def loaded(self, request: Request, hits: int, own_prefix: int = 0) -> None:
         keys = request.keys[own_prefix : own_prefix + hits]
         self.manager.complete_load(set(keys), request.context)
+
+    def fetch_and_finish(self, request: Request, seconds: float = 0.01) -> None:
+        """All chunks of the request are fetched in so many seconds, and it ends."""
+        assert self.attempt(request) is None
+        self.tier.end(self.tier.fetches[-1], seconds=seconds)
+        assert self.attempt(request) == len(request.keys)
+        self.finish(request)
+        self.end_step()
+
+    def load_and_finish(self, request: Request, hits: int) -> None:
+        """vLLM has blocks for the request, loads its hits and ends it."""
+        self.schedule(request, hits)
+        self.end_step()
+        self.loaded(request, hits)
+        self.finish(request)
 
     def begin_store(self, request: Request, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         output = self.manager.prepare_store(keys, request.context)
@@ -340,11 +362,9 @@ def window_scan(
     return None if deferred else run
 
 
-def waiting(vllm: Scheduling, count: int = 6, req_id: str = "r") -> Request:
+def waiting(vllm: Scheduling, count: int = 6) -> Request:
     """A request that waits while all its chunks are fetched from the peer `a`."""
-    keys = chunks("prompt", count)
-    vllm.tier.peers_hold(a=keys)
-    request = vllm.arrive(req_id, keys)
+    request = vllm.ask(count, a=count)
     assert vllm.attempt(request) is None
     assert len(vllm.tier.fetches) == 1
     return request
@@ -367,7 +387,11 @@ def waiting_for_prefill(vllm: Scheduling, keys: Sequence[OffloadKey]) -> Request
     return request
 
 
-def assert_nothing_left(vllm: Scheduling) -> None:
-    counts = vllm.pool.counts()
+def assert_unused(pool: Pool) -> None:
+    counts = pool.counts()
     assert (counts.pinned, counts.filling, counts.quarantined) == (0, 0, 0)
+
+
+def assert_nothing_left(vllm: Scheduling) -> None:
+    assert_unused(vllm.pool)
     assert not vllm.manager.has_pending_work()

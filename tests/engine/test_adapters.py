@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -94,13 +95,6 @@ def test_an_adapter_that_vllm_loads_in_place_is_another_one(tmp_path: Path) -> N
     assert adapters.find(request(tmp_path / "a")).digest == after.digest
 
 
-def test_an_adapter_that_is_not_here_is_not_shared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert digest(tmp_path / "hub" / "name") is None
-    assert "adapter has no files here" in caplog.text
-
-
 def test_an_adapter_that_cannot_be_read_is_not_shared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,45 +143,32 @@ def hanging(adapters: Adapters) -> Iterator[None]:
 class TestPreloaded:
     """vLLM loads an adapter before any request needs it."""
 
-    def test_it_is_what_was_loaded_then(self, tmp_path: Path) -> None:
-        adapters = Loaded()
-        lora = request(adapter(tmp_path / "a"))
-        assert adapters.load(lora, lambda: True)
-        adapter(tmp_path / "a", "written after it was loaded")
-        assert adapters.find(lora).digest is None, "what vLLM has is not on the disk any more"
-
-    def test_it_is_shared_if_its_files_stay(self, tmp_path: Path) -> None:
-        adapters = Loaded()
-        lora = request(adapter(tmp_path / "a"))
-        assert adapters.load(lora, lambda: True)
-        assert adapters.find(lora).digest == digest(tmp_path / "a")
-
-    def test_files_that_change_while_vllm_loads_them_are_not_shared(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("change", ["while it is loaded", "afterwards", "never"])
+    def test_it_is_what_was_loaded_then(self, tmp_path: Path, change: str) -> None:
+        """Once its files change, nobody can tell what that was."""
         adapters = Loaded()
         lora = request(adapter(tmp_path / "a"))
 
         def load() -> bool:
-            adapter(tmp_path / "a", "written meanwhile")
+            if change == "while it is loaded":
+                adapter(tmp_path / "a", "written meanwhile")
             return True
 
         assert adapters.load(lora, load)
         settle(adapters)
-        assert adapters.find(lora).digest is None
+        if change == "afterwards":
+            adapter(tmp_path / "a", "written after it was loaded")
+        shared = digest(tmp_path / "a") if change == "never" else None
+        assert adapters.find(lora).digest == shared
 
     def test_an_error_of_vllm_is_passed_on(self, tmp_path: Path) -> None:
-        def fail() -> bool:
-            raise ValueError("no such adapter")
-
+        load = Mock(side_effect=ValueError("no such adapter"))
         with pytest.raises(ValueError, match="no such adapter"):
-            Loaded().load(request(tmp_path / "a"), fail)
+            Loaded().load(request(tmp_path / "a"), load)
 
 
 class TestSlowFiles:
     """The scheduler thread never waits for a file system."""
-
-    @pytest.fixture
-    def vllm(self) -> Scheduling:
-        return Scheduling()
 
     @staticmethod
     def look(vllm: Scheduling, req_id: str, lora: LoRARequest) -> int | None:
@@ -286,12 +267,13 @@ class TestRequests:
             vllm.stored(request_, stored)
         assert len({row.key for row in vllm.tier.stored_rows}) == 4
 
-    def test_without_a_digest_nothing_is_stored_or_found(
-        self, vllm: Scheduling, tmp_path: Path
+    def test_rows_of_one_that_is_not_here_are_neither_stored_nor_found(
+        self, vllm: Scheduling, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         lora = request(tmp_path / "hub" / "name")
         assert [self.run(vllm, str(number), lora) for number in range(2)] == [0, 0]
         assert vllm.tier.stored_rows == []
+        assert "adapter has no files here" in caplog.text
 
     def test_what_a_replaced_adapter_computed_is_not_stored_as_the_new_ones(
         self, vllm: Scheduling, tmp_path: Path

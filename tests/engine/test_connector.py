@@ -11,18 +11,16 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 
-from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from tests.engine.vllm_scheduler import Engine, MakeEngine, engine_config, slide_one_layer
 from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.metrics import HitReporter, definitions
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.worker import OnlyLoads
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.stats.schema import HIT_SOURCES, Hits
 
 
 def worker(config: VllmConfig, cache_config: KVCacheConfig) -> XavierConnector:
@@ -73,16 +71,7 @@ def test_keys_that_no_other_process_computes_are_refused(
 def test_a_chunk_is_not_longer_than_the_sliding_window(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
-    (group,) = cache_config.kv_cache_groups
-    full = group.kv_cache_spec
-    assert isinstance(full, FullAttentionSpec)
-    group.kv_cache_spec = SlidingWindowSpec(
-        block_size=BLOCK_TOKENS,
-        num_kv_heads=full.num_kv_heads,
-        head_size=full.head_size,
-        dtype=full.dtype,
-        sliding_window=100,
-    )
+    slide_one_layer(cache_config, 100)
     connector = worker(engine_config(model_folder), cache_config)
     assert connector.connector_worker is not None
     assert connector.connector_worker.spec.blocks_per_chunk == 3
@@ -96,10 +85,7 @@ def test_a_cache_that_loads_in_a_later_step_is_refused(
         worker(config, replace(cache_config, hisparse_host_num_blocks=4))
 
 
-def test_a_load_makes_a_step_that_has_nothing_else(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+def test_a_load_makes_a_step_that_has_nothing_else(engine: Engine) -> None:
     prompt = list(range(300, 300 + 130))
     engine.ask("first", prompt, tokens=2)
     engine.run()
@@ -110,21 +96,17 @@ def test_a_load_makes_a_step_that_has_nothing_else(
 
 
 def test_vllm_s_scheduler_is_asked_only_where_something_happens(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
     scheduler = engine.connector.connector_scheduler
-    asked: list[SchedulerOutput] = []
-    build = scheduler.build_connector_meta
-    monkeypatch.setattr(
-        scheduler, "build_connector_meta", lambda step: (asked.append(step), build(step))[1]
-    )
+    build = Mock(side_effect=scheduler.build_connector_meta)
+    monkeypatch.setattr(scheduler, "build_connector_meta", build)
 
     def asks(steps: int = 1) -> int:
-        before = len(asked)
+        before = build.call_count
         for _ in range(steps):
             engine.step()
-        return len(asked) - before
+        return build.call_count - before
 
     engine.ask("first", range(300, 360), tokens=30)
     assert asks() == 1, "it begins"
@@ -136,13 +118,12 @@ def test_vllm_s_scheduler_is_asked_only_where_something_happens(
     engine.connector.reset_cache()
     assert asks() == 1, "the workers must flush"
     engine.run()
-    assert asked[-1].finished_req_ids == {"second"}
+    assert build.call_args.args[0].finished_req_ids == {"second"}
 
 
 def test_a_step_s_end_is_left_out_only_if_it_has_nothing_to_do(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
     manager = engine.own.manager
     ended = Mock(side_effect=manager.on_schedule_end)
     monkeypatch.setattr(manager, "on_schedule_end", ended)
@@ -158,10 +139,7 @@ def test_a_step_s_end_is_left_out_only_if_it_has_nothing_to_do(
     assert ended.call_count == 2
 
 
-def test_all_that_is_counted_is_reported(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+def test_all_that_is_counted_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: Counter[str] = Counter()
     report = engine.connector.get_kv_connector_stats
 
@@ -180,30 +158,31 @@ def test_all_that_is_counted_is_reported(
     assert engine.connector.get_kv_connector_stats() is None
 
 
+def test_every_source_of_tokens_has_a_counter_that_vllm_knows() -> None:
+    hits = Hits(**dict.fromkeys(HIT_SOURCES, 1))
+    stats = HitReporter(hits).delta()
+    assert stats is not None
+    counters = XavierSpec.build_metric_definitions({})
+    assert stats.reduce().keys() == counters.keys() == definitions().keys()
+    for counter in counters.values():
+        assert isinstance(counter, OffloadingCounterMetadata)
+        assert counter.documentation
+
+
 @pytest.mark.parametrize("window", [None, 128])
 def test_vllm_stores_as_much_without_requests_that_go_on_within_their_blocks(
-    model_folder: Path,
+    make_engine: MakeEngine,
     cache_config: KVCacheConfig,
     monkeypatch: pytest.MonkeyPatch,
     window: int | None,
 ) -> None:
     """Prompts and answers end everywhere in a chunk, and one request is preempted."""
     if window is not None:
-        (full,) = cache_config.kv_cache_groups
-        assert isinstance(full.kv_cache_spec, FullAttentionSpec)
-        shape = {
-            name: getattr(full.kv_cache_spec, name)
-            for name in ("block_size", "num_kv_heads", "head_size", "dtype")
-        }
-        windowed = SlidingWindowSpec(**shape, sliding_window=window)
-        cache_config.kv_cache_groups = [
-            KVCacheGroupSpec(["layer.0"], full.kv_cache_spec),
-            KVCacheGroupSpec(["layer.1"], windowed),
-        ]
+        slide_one_layer(cache_config, window)
     preempted: set[str] = set()
 
     def stored() -> tuple[list[bytes], list[int]]:
-        engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+        engine = make_engine()
         for number, (prompt, answer) in enumerate([(127, 100), (128, 9), (129, 129), (20, 150)]):
             engine.ask(f"r{number}", range(300 * number, 300 * number + prompt), answer)
             for _ in range(number * 3):
@@ -221,11 +200,8 @@ def test_vllm_stores_as_much_without_requests_that_go_on_within_their_blocks(
 
 
 @pytest.mark.parametrize("answer", [55, 56, 57])
-def test_the_slot_of_the_last_answered_token_is_not_stored(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch, answer: int
-) -> None:
+def test_the_slot_of_the_last_answered_token_is_not_stored(engine: Engine, answer: int) -> None:
     """Nobody computes it. An answer of 56 tokens ends on the edge of the second chunk."""
-    engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
     engine.ask("r", range(300, 500), answer)
     engine.run()
     computed = 200 + answer - 1

@@ -18,7 +18,6 @@ from tests.engine.scheduling import (
 )
 from xinference_xavier.engine.costs import RETRY_AFTER
 from xinference_xavier.engine.keys import Group
-from xinference_xavier.engine.request import Request as State
 
 PREFILL = 1000.0
 """Tokens per second; a chunk takes 0.128 s."""
@@ -39,20 +38,11 @@ class Engine(Scheduling):
         self.tier.peers_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
 
-    def state(self, request: Request) -> State:
-        return self.manager.requests[request.req_id]
-
-    def learn(self, overhead: float, per_row: float, peer: str = "a") -> None:
+    def learn(self, overhead: float, per_row: float, peers: str = "a") -> None:
         self.manager.tier_lookup._selection.adaptive = False
-        for count in (4, 4, 40, 10, 40):
-            request = self.request(count, peer)
-            assert self.attempt(request) is None
-            fetch = self.tier.fetches[-1]
-            fetch.transport = "gloo"
-            self.tier.end(fetch, seconds=overhead + per_row * count)
-            assert self.attempt(request) == count
-            self.finish(request)
-            self.end_step()
+        for peer in peers:
+            for count in (4, 4, 40, 10, 40):
+                self.fetch_and_finish(self.request(count, peer), overhead + per_row * count)
         self.manager.tier_lookup._selection.adaptive = True
 
     def steps(self, seconds: dict[int, float]) -> None:
@@ -93,24 +83,14 @@ def test_nothing_is_fetched_when_less_time_is_left_than_any_fetch_takes() -> Non
     vllm.tier.peers_hold(a=keys[:30])
     request = vllm.arrive("r", keys)
     assert vllm.attempt(request) is None
-    vllm.tier.fetches[-1].transport = "gloo"
     vllm.tier.end(vllm.tier.fetches[-1], seconds=0.13)
     assert vllm.attempt(request) == 30
     vllm.tier.peers_hold(a=keys[:31])
-    deadline = vllm.state(request).deadline
+    deadline = vllm.manager.requests["r"].deadline
     assert deadline is not None
     vllm.clock.now = deadline - 0.05
     assert vllm.attempt(request) == 30
     assert vllm.manager.stats()["scheduler_errors"] == 0
-
-
-def test_a_slow_peer_is_tried_again_after_a_while() -> None:
-    vllm = Engine()
-    vllm.learn(0.0, 1.0)
-    assert vllm.attempt(vllm.request(20)) == 0
-    vllm.clock.now += RETRY_AFTER + 1
-    assert vllm.attempt(vllm.request(20)) is None
-    assert vllm.attempt(vllm.request(20)) == 0, "one at a time"
 
 
 def test_a_fixed_threshold_replaces_the_cost_model() -> None:
@@ -156,22 +136,19 @@ def rows_by_donor(vllm: Engine, request: Request) -> dict[str, int]:
 class TestSeveralDonors:
     def test_divide_a_long_fetch(self) -> None:
         vllm = Engine()
-        for peer in "abc":
-            vllm.learn(0.01, 0.01, peer)
+        vllm.learn(0.01, 0.01, "abc")
         vllm.clock.now += RETRY_AFTER + 1
         before = vllm.decisions["fetched"]
         assert rows_by_donor(vllm, vllm.request(40, "ab")) == {"a": 20, "b": 20}
         assert vllm.decisions["fetched"] == before + 1
         for fetch in vllm.tier.fetches[-2:]:
-            fetch.transport = "gloo"
             vllm.tier.end(fetch, seconds=0.21)
         vllm.end_step()
         assert sorted(rows_by_donor(vllm, vllm.request(40, "abc")).values()) == [13, 13, 14]
 
     def test_do_not_divide_a_fetch_that_is_mostly_overhead(self) -> None:
         vllm = Engine()
-        for peer in "ab":
-            vllm.learn(1.0, 0.01, peer)
+        vllm.learn(1.0, 0.01, "ab")
         assert len(rows_by_donor(vllm, vllm.request(40, "ab"))) == 1
 
     def test_do_without_a_slow_or_busy_one(self) -> None:
@@ -189,14 +166,12 @@ class TestSeveralDonors:
     def test_that_are_no_faster_together_seldom_divide_a_fetch(self) -> None:
         """The consumer's own link or memory is the bottleneck."""
         vllm = Engine()
-        for peer in "ab":
-            vllm.learn(0.01, 0.01, peer)
+        vllm.learn(0.01, 0.01, "ab")
         divided = []
         for _ in range(50):
             request = vllm.request(40, "ab")
             divided.append(len(rows_by_donor(vllm, request)) > 1)
             for fetch in vllm.tier.fetches[-2:] if divided[-1] else vllm.tier.fetches[-1:]:
-                fetch.transport = "gloo"
                 vllm.tier.end(fetch, seconds=0.41)
             assert vllm.attempt(request) == 40
             vllm.finish(request)
@@ -221,15 +196,22 @@ class Hybrid(Engine):
             for number in groups
         }
 
-    def prompt(self, count: int, name: str = "prompt") -> list[list[OffloadKey]]:
-        return [chunks(name, count, number) for number in self.numbers]
+    def prompt(self, count: int) -> list[list[OffloadKey]]:
+        return [chunks("prompt", count, number) for number in self.numbers]
 
-    def look_up(self, request: Request) -> bool:
-        """Whether vLLM defers the request: none of its groups may miss."""
+    def held_prompt(self, count: int) -> list[list[OffloadKey]]:
+        """One whose chunks the peer `a` holds."""
+        groups = self.prompt(count)
+        self.tier.peers_hold(a=[key for keys in groups for key in keys])
+        return groups
+
+    def look_up(self, *groups: Sequence[OffloadKey]) -> bool:
+        """Whether vLLM defers a request for the prompt: none of its groups may miss."""
+        request = self.arrive("r", *groups)
         self.manager.begin_lookups(request.req_id, 0)
         lookup = self.manager.lookup
         deferred = False
-        for number, keys in zip(self.numbers, request.groups, strict=True):
+        for number, keys in zip(self.numbers, groups, strict=True):
             if number == FULL:
                 hits = prefix_scan(lookup, keys, request.context)
             else:
@@ -252,9 +234,7 @@ class Hybrid(Engine):
 class TestWindows:
     def test_only_what_vllm_loads_is_fetched(self) -> None:
         vllm = Hybrid()
-        groups = vllm.prompt(100)
-        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
-        assert vllm.look_up(vllm.arrive("r", *groups))
+        assert vllm.look_up(*vllm.held_prompt(100))
         full, *sliding = vllm.fetched()
         assert full == list(range(100))
         assert sliding == 5 * [list(range(92, 100))]
@@ -262,9 +242,8 @@ class TestWindows:
     def test_rows_come_in_the_order_of_their_tokens(self) -> None:
         """So that what has arrived of a fetch that is cut short belongs to one prefix."""
         vllm = Hybrid()
-        groups = vllm.prompt(10)
-        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
-        vllm.look_up(vllm.arrive("r", *groups))
+        groups = vllm.held_prompt(10)
+        assert vllm.look_up(*groups)
         place = {key: number for keys in groups for number, key in enumerate(keys)}
         places = [place[row.key] for row in vllm.tier.fetches[0].rows]  # type: ignore[index]
         assert places == sorted(places)
@@ -273,9 +252,7 @@ class TestWindows:
         """All layers slide, as in Mistral 0.1: four chunks spare eighty."""
         vllm = Hybrid(SLIDING[:1], window=4)
         vllm.learn(3.0, 0.01)
-        (keys,) = vllm.prompt(80)
-        vllm.tier.peers_hold(a=keys)
-        assert vllm.look_up(vllm.arrive("r", keys))
+        assert vllm.look_up(*vllm.held_prompt(80))
         assert vllm.fetched() == [[76, 77, 78, 79]]
 
     def test_a_window_in_the_pool_is_not_fetched(self) -> None:
@@ -284,7 +261,7 @@ class TestWindows:
         for keys in groups[1:]:
             vllm.fill(keys[12:])
         vllm.tier.peers_hold(a=groups[0])
-        assert vllm.look_up(vllm.arrive("r", *groups))
+        assert vllm.look_up(*groups)
         full, *sliding = vllm.fetched()
         assert (full, sliding) == (list(range(20)), 5 * [[]])
 
@@ -292,7 +269,7 @@ class TestWindows:
         vllm = Hybrid()
         groups = vllm.prompt(40)
         vllm.tier.peers_hold(a=groups[0] + [key for keys in groups[1:] for key in keys[:30]])
-        assert vllm.look_up(vllm.arrive("r", *groups))
+        assert vllm.look_up(*groups)
         full, *sliding = vllm.fetched()
         assert (full, sliding) == (list(range(30)), 5 * [list(range(22, 30))])
 
@@ -300,23 +277,21 @@ class TestWindows:
         vllm = Hybrid((FULL, SLIDING[0]), window=1)
         full, recurrent = vllm.prompt(200)
         vllm.tier.peers_hold(a=[*full, recurrent[50], recurrent[120]])
-        assert vllm.look_up(vllm.arrive("r", full, recurrent))
+        assert vllm.look_up(full, recurrent)
         assert vllm.fetched() == [list(range(121)), [120]]
 
     def test_one_donor_has_all_groups(self) -> None:
         vllm = Hybrid((FULL, SLIDING[0]))
         full, sliding = vllm.prompt(20)
         vllm.tier.peers_hold(a=full, b=full[:15] + sliding[:15], c=sliding)
-        assert vllm.look_up(vllm.arrive("r", full, sliding))
+        assert vllm.look_up(full, sliding)
         assert vllm.tier.fetches[-1].source == "b"
         assert vllm.fetched() == [list(range(15)), list(range(7, 15))]
 
     def test_the_hit_is_shorter_if_not_all_can_arrive_in_time(self) -> None:
         vllm = Hybrid()
         vllm.learn(0.0, 0.05)
-        groups = vllm.prompt(200)
-        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
-        assert vllm.look_up(vllm.arrive("r", *groups))
+        assert vllm.look_up(*vllm.held_prompt(200))
         full, *sliding = vllm.fetched()
         assert len(full) == pytest.approx(60, abs=2)
         assert sliding == 5 * [full[-WINDOW:]]
@@ -324,45 +299,27 @@ class TestWindows:
     def test_nothing_is_fetched_if_no_window_can_arrive_in_time(self) -> None:
         vllm = Hybrid()
         vllm.learn(0.0, 0.14)
-        groups = vllm.prompt(200)
-        vllm.tier.peers_hold(a=[key for keys in groups for key in keys])
-        assert not vllm.look_up(vllm.arrive("r", *groups))
+        assert not vllm.look_up(*vllm.held_prompt(200))
 
 
-class TestMainKeys:
+@pytest.mark.parametrize(
+    ("groups", "counts", "main"),
+    [
+        ([Group(CHUNK)], [3], 0),
+        ([Group(CHUNK)], [0], None),
+        ([Group(CHUNK, window=8), Group(CHUNK)], [20, 20], 1),
+        ([Group(CHUNK // 2), Group(CHUNK), Group(2 * CHUNK, window=1)], [4, 4, 4], 1),
+        ([Group(CHUNK), Group(4 * CHUNK)], [3, 0], None),
+    ],
+    ids=["one group", "no whole chunk", "window", "longest chunks", "only others' are whole"],
+)
+def test_main_keys_are_those_of_the_group_with_the_longest_chunks_and_no_window(
+    groups: list[Group], counts: list[int], main: int | None
+) -> None:
     """Routers use them to see how much of a prompt a replica holds."""
-
-    def test_are_those_of_the_only_group(self) -> None:
-        vllm = Engine()
-        request = vllm.request(3)
-        assert vllm.state(request).main_keys() == request.keys
-
-    def test_are_none_before_the_first_whole_chunk(self) -> None:
-        vllm = Engine()
-        assert vllm.state(vllm.request(0)).main_keys() == []
-
-    def test_are_those_of_a_group_without_a_window(self) -> None:
-        vllm = Hybrid((*SLIDING, FULL))
-        *_, full = groups = vllm.prompt(20)
-        request = vllm.arrive("r", *groups)
-        assert vllm.state(request).main_keys() == full
-
-    def test_are_those_of_the_group_with_the_longest_chunks(self) -> None:
-        vllm = Engine()
-        vllm.manager.layout.groups = {
-            (0).to_bytes(4): Group(CHUNK // 2),
-            (1).to_bytes(4): Group(CHUNK),
-            (2).to_bytes(4): Group(2 * CHUNK, window=1),
-        }
-        groups = [chunks("prompt", 4, number) for number in range(3)]
-        request = vllm.arrive("r", *groups)
-        assert vllm.state(request).main_keys() == groups[1]
-
-    def test_are_none_where_only_another_group_has_whole_chunks(self) -> None:
-        vllm = Engine()
-        vllm.manager.layout.groups = {
-            (0).to_bytes(4): Group(CHUNK),
-            (1).to_bytes(4): Group(4 * CHUNK),
-        }
-        request = vllm.arrive("r", chunks("prompt", 3, 0))
-        assert vllm.state(request).main_keys() == []
+    vllm = Scheduling()
+    vllm.manager.layout.groups = {n.to_bytes(4): group for n, group in enumerate(groups)}
+    prompt = [chunks("prompt", count, number) for number, count in enumerate(counts)]
+    request = vllm.arrive("r", *prompt)
+    main_keys = vllm.manager.requests[request.req_id].main_keys()
+    assert main_keys == ([] if main is None else prompt[main])

@@ -55,14 +55,13 @@ class TestManager:
         assert [*vllm.manager.take_events()] == []
 
     def test_chunks_are_stored_once_they_are_complete(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 3)
-        storing = vllm.arrive("s", keys)
-        begun = vllm.begin_store(storing, keys)
+        storing = vllm.ask(3)
+        begun = vllm.begin_store(storing, storing.keys)
         assert not vllm.manager.has_events
         vllm.stored(storing, begun)
         assert vllm.manager.has_events
         events = Events(vllm)
-        assert (events.stored, events.removed) == ({*keys}, set())
+        assert (events.stored, events.removed) == ({*storing.keys}, set())
         assert not vllm.manager.has_events
 
     def test_chunks_that_a_store_evicts_are_removed(self, vllm: Scheduling) -> None:
@@ -84,25 +83,12 @@ class TestManager:
 
     def test_chunks_that_a_store_lacks_are_removed(self, vllm: Scheduling) -> None:
         """vLLM keeps what it would say of them until then."""
-        keys = chunks("prompt", 3)
-        storing = vllm.arrive("s", keys)
-        begun = vllm.begin_store(storing, keys)
-        vllm.manager.void_store("s", keys[2:])
-        vllm.stored(storing, begun)
+        storing = vllm.ask(3)
+        keys = vllm.begin_store(storing, storing.keys)
+        vllm.manager.void_store(storing.req_id, keys[2:])
+        vllm.stored(storing, keys)
         events = Events(vllm)
         assert (events.stored, events.removed) == ({*keys[:2]}, {*keys[2:]})
-
-    def test_what_came_and_went_between_two_looks_is_not_reported(self, vllm: Scheduling) -> None:
-        """So nothing accumulates if nobody takes the events."""
-        kept = chunks("kept", 2)
-        vllm.fill(kept)
-        assert Events(vllm).stored == {*kept}
-        for number in range(100):
-            vllm.fill(chunks(f"prompt {number}", 8))
-        assert vllm.pool.changes is not None
-        assert len(vllm.pool.changes) == 10
-        events = Events(vllm)
-        assert (events.stored, events.removed) == ({*chunks("prompt 99", 8)}, {*kept})
 
     def test_a_flush_removes_them_on_whichever_thread(self, vllm: Scheduling) -> None:
         keys = chunks("prompt", 4)
@@ -112,24 +98,6 @@ class TestManager:
         assert Events(vllm).removed == {*keys}
         vllm.fill(keys)
         assert Events(vllm).stored == {*keys}
-
-    def test_whoever_forgot_the_rows_is_told_what_is_held(self, vllm: Scheduling) -> None:
-        """Even of a row whose removal it was not told of."""
-        again, kept, gone = chunks("prompt", 3)
-        vllm.fill([again, kept, gone])
-        assert Events(vllm).stored == {again, kept, gone}
-        vllm.pool.flush([row for key in (again, gone) if (row := vllm.pool.lookup(key))])
-        vllm.pool.restart_changes()
-        vllm.fill([again])
-        events = Events(vllm)
-        assert (events.stored, events.removed) == ({again, kept}, set())
-
-    def test_a_reset_removes_them(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 4)
-        vllm.fill(keys)
-        assert Events(vllm).stored == {*keys}
-        vllm.manager.reset_cache()
-        assert Events(vllm).removed == {*keys}
 
     def test_fetched_chunks_are_stored_once_they_are_looked_up(self, vllm: Scheduling) -> None:
         """vLLM knows their tokens then."""

@@ -18,8 +18,8 @@ from tests.engine.scheduling import (
     waiting_for_prefill,
 )
 from xinference_xavier.engine import waiting
-from xinference_xavier.engine.waiting import Arrivals
-from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.engine.waiting import Arrivals, Wait
+from xinference_xavier.pool.tier import Claim, Fetch
 
 KEYS = chunks("prompt", 10)
 PAUSE = pytest.approx(2.0 / 50)
@@ -81,12 +81,6 @@ def test_an_engine_pauses_while_all_requests_wait_for_peers(vllm: Scheduling, wa
     vllm.tier.end(vllm.tier.fetches[-1])
     vllm.attempt(request)
     assert paused() == PAUSE, "it waits for more"
-    other = vllm.arrive("other", chunks("other", 2))
-    vllm.attempt(request)
-    begun = vllm.begin_store(other, other.keys)
-    assert not paused(), "a store is under way"
-    vllm.stored(other, begun)
-    vllm.finish(other)
     vllm.begin_step(100)
     vllm.attempt(request)
     assert not paused(), "the engine computes for others"
@@ -110,11 +104,12 @@ def test_an_idle_engine_looks_again_when_the_fetch_has_ended(
     assert vllm.attempt(request) == len(KEYS)
 
 
-def test_an_engine_that_computes_does_not_wait(vllm: Scheduling, waits: Waits) -> None:
-    _, request = fetching(vllm)
-    vllm.begin_step(100)
-    assert vllm.attempt(request) is None
-    assert not waits.taken()
+@pytest.mark.parametrize(("seconds", "pause"), [(2.0, 0.04), (0.1, 0.002), (9.0, 0.05)])
+def test_it_looks_fifty_times_per_step_and_every_50_ms_at_least(
+    seconds: float, pause: float
+) -> None:
+    wait = Wait(Claim(KEYS, 10.0), lambda _: seconds, 2, 1000.0)
+    assert wait.pause == pytest.approx(pause)
 
 
 def test_an_engine_does_not_wait_while_another_request_may_run(
@@ -191,18 +186,18 @@ def test_a_store_is_not_waited_for(vllm: Scheduling, waits: Waits) -> None:
 # -- arrivals ----------------------------------------------------------------------------------
 
 
-def never(_: float) -> bool:
-    return False
+@pytest.fixture
+def slices() -> list[float]:
+    """How long, in seconds, a wait was told to last at a time."""
+    return []
 
 
-def test_whatever_arrives_ends_the_wait() -> None:
+def test_whatever_arrives_ends_the_wait(slices: list[float]) -> None:
     received: Queue[str] = Queue()
-    slices: list[float] = []
 
-    def request_comes(seconds: float) -> bool:
+    def request_comes(seconds: float) -> None:
         slices.append(seconds)
         received.put("request")
-        return False
 
     Arrivals(received).wait(request_comes, 3600.0)
     assert slices == [waiting._SLICE]
@@ -216,15 +211,15 @@ def test_a_wait_ends_with_what_it_is_for() -> None:
     Arrivals(Queue()).wait(ended.wait, 3600.0)
 
 
-def test_a_wait_ends_after_its_time() -> None:
-    slices: list[float] = []
-    Arrivals(Queue()).wait(lambda seconds: slices.append(seconds), 1e-6)
+def test_a_wait_ends_after_its_time(slices: list[float]) -> None:
+    Arrivals(Queue()).wait(slices.append, 1e-6)
     assert all(0 < seconds <= 1e-6 for seconds in slices)
 
 
-def test_where_arrivals_are_not_known_a_wait_is_as_short_as_vllm_s_own_pause() -> None:
-    slices: list[float] = []
-    Arrivals(None).wait(lambda seconds: slices.append(seconds), 3600.0)
+def test_where_arrivals_are_not_known_a_wait_is_as_short_as_vllm_s_own_pause(
+    slices: list[float],
+) -> None:
+    Arrivals(None).wait(slices.append, 3600.0)
     assert slices == [waiting._SLICE]
 
 
@@ -256,13 +251,11 @@ def test_the_engine_is_found_that_makes_the_connector() -> None:
 def test_an_engine_in_its_caller_s_process_receives_nothing_by_itself() -> None:
     core = Core()
     assert core.arrivals is not None
-    core.arrivals.wait(never, 3600.0)
+    core.arrivals.wait(lambda _: None, 3600.0)
 
 
 @pytest.mark.parametrize("ranks", ["pipeline_parallel_size", "data_parallel_size"])
-def test_an_engine_that_others_compute_in_step_with_never_waits(
-    ranks: str,
-) -> None:
+def test_an_engine_that_others_compute_in_step_with_never_waits(ranks: str) -> None:
     arrivals = Arrivals.at(config(**{ranks: 2}))
     assert arrivals is None
     vllm = slow_engine(arrivals)

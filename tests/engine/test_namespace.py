@@ -1,4 +1,5 @@
-"""Two engines share a namespace if and only if they may exchange bytes."""
+"""Two engines share a namespace if and only if they may exchange bytes, and only pages of equal
+formats."""
 
 from __future__ import annotations
 
@@ -16,30 +17,24 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from safetensors.torch import load_file, save_file
-from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms.interface import DeviceCapability
+from safetensors.torch import save_file
+from vllm.config import MultiModalConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.platforms.interface import CpuArchEnum, DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from xinference_xavier.config import XavierConfig, kv_transfer_config
+from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.engine import configuration
 from xinference_xavier.engine import identity as module
 from xinference_xavier.engine.configuration import is_irrelevant
-from xinference_xavier.engine.identity import digest, weights_fingerprint
+from xinference_xavier.engine.identity import (
+    digest,
+    page_format,
+    tensor_format,
+    weights_fingerprint,
+)
 
 CHUNK_TOKENS = 256
-
-
-def engine_config(folder: Path, **other: Any) -> VllmConfig:
-    arguments: dict[str, Any] = {
-        "dtype": "float32",
-        "block_size": 128,
-        "enforce_eager": True,
-        "max_model_len": 2048,
-        "skip_tokenizer_init": True,
-    }
-    return EngineArgs(model=str(folder), **arguments | other).create_engine_config()
 
 
 @pytest.fixture(scope="module")
@@ -47,33 +42,13 @@ def config(model_folder: Path) -> VllmConfig:
     return engine_config(model_folder)
 
 
-@pytest.fixture
-def cache_config() -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.float32)
-    groups = [KVCacheGroupSpec([f"layer.{number}" for number in range(8)], spec)]
-    return KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def namespace(config: VllmConfig, cache_config: KVCacheConfig) -> str:
-    return module.digest(module.fingerprint_fields(config, cache_config, CHUNK_TOKENS))
+def namespace(config: VllmConfig, cache_config: KVCacheConfig, chunk: int = CHUNK_TOKENS) -> str:
+    return module.digest(module.fingerprint_fields(config, cache_config, chunk))
 
 
 @pytest.fixture
 def own(config: VllmConfig, cache_config: KVCacheConfig) -> str:
     return namespace(config, cache_config)
-
-
-def test_it_is_the_same_at_the_next_start(
-    own: str, model_folder: Path, cache_config: KVCacheConfig
-) -> None:
-    assert namespace(engine_config(model_folder), cache_config) == own
-
-
-def test_it_does_not_depend_on_where_the_model_is(
-    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "copy")
-    assert namespace(engine_config(folder), cache_config) == own
 
 
 def test_replicas_of_one_launch_match_wherever_they_run(
@@ -91,7 +66,7 @@ def test_replicas_of_one_launch_match_wherever_they_run(
         seed=7,
         served_model_name="another",
         download_dir=str(tmp_path),
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(XavierConfig("m", "h:1"))),
+        kv_transfer_config=None,
     )
     parallel = config.parallel_config
     parallel.data_parallel_rank = parallel.rank = 1
@@ -109,48 +84,54 @@ def test_each_field_has_a_name_that_an_operator_knows(
     assert found["parallel.tensor_parallel_size"] == "1"
 
 
-def test_other_weights_of_the_same_shape(
-    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "tuned")
+def other_weights(folder: Path) -> None:
+    """Of the same shape."""
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")
     content[header:] = content[header:].translate(bytes(byte ^ 1 for byte in range(256)))
     weights.write_bytes(content)
-    assert namespace(engine_config(folder), cache_config) != own
 
 
-@pytest.mark.parametrize("tensor", ["first", "last"])
-def test_a_fine_tune_of_one_tensor(
-    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path, tensor: str
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "tuned")
-    tensors = load_file(folder / "model.safetensors")
-    name = sorted(tensors)[0 if tensor == "first" else -1]
-    tensors[name] *= 1.01
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert (folder / "model.safetensors").stat().st_size == (
-        model_folder / "model.safetensors"
-    ).stat().st_size
-    assert namespace(engine_config(folder), cache_config) != own
-
-
-def test_another_protocol_version(
-    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "PROTOCOL_VERSION", 99)
-    assert namespace(config, cache_config) != own
-
-
-def test_another_architecture_over_the_same_weights(
-    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "other")
+def other_architecture(folder: Path) -> None:
+    """Over the same weights."""
     description = json.loads((folder / "config.json").read_text())
     description["rms_norm_eps"] *= 2
     (folder / "config.json").write_text(json.dumps(description))
-    assert namespace(engine_config(folder), cache_config) != own
+
+
+def other_file(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text('{"size": 99}')
+
+
+@pytest.mark.parametrize(
+    ("change", "matches"),
+    [
+        (other_weights, False),
+        (other_architecture, False),
+        (other_file("generation_config.json"), False),
+        (other_file("preprocessor_config.json"), False),
+        (other_file("modeling_own.py"), False),
+        (other_file("README.md"), True),
+        (other_file("tokenizer_config.json"), True),
+        (other_file(".gitattributes"), True),
+    ],
+    ids=[
+        *("weights", "architecture", "generation", "preprocessor", "code"),
+        *("README", "tokenizer", "attributes"),
+    ],
+)
+def test_files_of_a_model_count_if_they_say_how_to_compute(
+    own: str,
+    model_folder: Path,
+    cache_config: KVCacheConfig,
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    matches: bool,
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "other")
+    change(folder)
+    assert (namespace(engine_config(folder), cache_config) == own) is matches
 
 
 @pytest.mark.parametrize(
@@ -163,6 +144,7 @@ def test_another_architecture_over_the_same_weights(
         {"hf_overrides": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}},
         {"max_model_len": 1024},
         {"override_generation_config": {"attn_temperature_tuning": True}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
@@ -240,24 +222,13 @@ def test_a_field_that_only_another_vllm_has(
     assert namespace(newer, cache_config) != own
 
 
-@pytest.mark.parametrize(
-    "name", ["generation_config.json", "preprocessor_config.json", "modeling_own.py"]
-)
-def test_a_file_that_says_how_to_compute(
-    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path, name: str
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "other")
-    (folder / name).write_text('{"size": 99}')
-    assert namespace(engine_config(folder), cache_config) != own
-
-
-@pytest.mark.parametrize("name", ["README.md", "tokenizer_config.json", ".gitattributes"])
-def test_a_file_that_does_not(
-    own: str, model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path, name: str
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "other")
-    (folder / name).write_text("{}")
-    assert namespace(engine_config(folder), cache_config) == own
+def test_an_object_counts_by_its_members(config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    found = set()
+    for method in ("one draft model", "another"):
+        speculating = copy(config)
+        set_to(speculating, "speculative_config", SimpleNamespace(method=method))
+        found.add(namespace(speculating, cache_config))
+    assert len(found) == 2
 
 
 def test_what_a_value_says_counts_and_not_where_it_is(tmp_path: Path) -> None:
@@ -320,7 +291,7 @@ class TestHub:
     ],
     ids=["layers", "spec"],
 )
-def test_other_layers_in_a_group(
+def test_another_group_of_layers(
     own: str,
     config: VllmConfig,
     cache_config: KVCacheConfig,
@@ -332,72 +303,47 @@ def test_other_layers_in_a_group(
 
 def test_another_chunk_size(own: str, config: VllmConfig, cache_config: KVCacheConfig) -> None:
     """Equal keys would stand for different chunks."""
-    assert module.digest(module.fingerprint_fields(config, cache_config, 2 * CHUNK_TOKENS)) != own
+    assert namespace(config, cache_config, 2 * CHUNK_TOKENS) != own
 
 
-def test_another_vllm(
-    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.0.1")
-    assert namespace(config, cache_config) != own
+def device(kind: str, *capability: int) -> SimpleNamespace:
+    version = DeviceCapability(*capability) if capability else None
+    return SimpleNamespace(device_type=kind, get_device_capability=lambda: version)
 
 
-def test_another_kind_of_device(
-    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = set()
-    for device, capability in (("cuda", (9, 0)), ("cuda", (8, 0)), ("rocm", None)):
-        platform = SimpleNamespace(
-            device_type=device,
-            get_device_capability=lambda has=capability: has and DeviceCapability(*has),
-        )
-        monkeypatch.setattr(module, "current_platform", platform)
-        found.add(namespace(config, cache_config))
-    assert len(found | {own}) == 4
+ENVIRONMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "protocol": lambda patch: patch.setattr(module, "PROTOCOL_VERSION", 99),
+    "vLLM": lambda patch: patch.setattr(vllm, "__version__", "0.0.1"),
+    "model runner": lambda patch: patch.setattr(VllmConfig, "use_v2_model_runner", True),
+    "device": lambda patch: patch.setattr(module, "current_platform", device("rocm")),
+    "seed of the keys": lambda patch: patch.setenv("PYTHONHASHSEED", "12345"),
+    "layout": lambda patch: patch.setenv("VLLM_KV_CACHE_LAYOUT", "HND"),
+    "layout on ROCm": lambda patch: patch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1"),
+    "layout of states": lambda patch: patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),
+}
 
 
-def test_another_model_runner(
-    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not config.use_v2_model_runner
-    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
-    assert namespace(config, cache_config) != own
-
-
-def test_another_hash_seed(
-    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No key would ever match."""
-    monkeypatch.setenv("PYTHONHASHSEED", "12345")
-    assert namespace(config, cache_config) != own
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("VLLM_KV_CACHE_LAYOUT", "HND"),
-        ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1"),
-        ("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),
-    ],
-)
-def test_a_variable_that_changes_the_layout(
+@pytest.mark.parametrize("change", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_another_environment(
     own: str,
     config: VllmConfig,
     cache_config: KVCacheConfig,
     monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
+    change: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    monkeypatch.setenv(name, value)
+    assert not config.use_v2_model_runner
+    change(monkeypatch)
     assert namespace(config, cache_config) != own
 
 
-def test_speculation(
-    own: str, config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+def test_another_generation_of_devices(
+    config: VllmConfig, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculation = SimpleNamespace(method="a draft model")
-    monkeypatch.setattr(config, "speculative_config", speculation)
-    assert namespace(config, cache_config) != own
+    found = set()
+    for minor in (0, 9):
+        monkeypatch.setattr(module, "current_platform", device("cuda", 8, minor))
+        found.add(namespace(config, cache_config))
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(("algorithm", "length"), [("sha256", 36), ("xxhash", 20)])
@@ -455,10 +401,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-both_formats = pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-
-
-@both_formats
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 def test_a_copy_in_another_folder_is_the_same_model(tmp_path: Path, suffix: str) -> None:
     original = save(tmp_path / "a", suffix, weights(0))
     shutil.copytree(original, tmp_path / "copy")
@@ -531,3 +474,88 @@ def test_only_the_samples_are_read(tmp_path: Path) -> None:
         header = int.from_bytes(file.read(8), "little")
     samples = 100 * (module._SAMPLES // 100 + 1)
     assert header < read <= header + 64 * samples + 4096
+
+
+# -- formats of pages ------------------------------------------------------------------------------
+
+BLOCKS = 24
+LAYERS = [["full.0", "full.1"], ["window.0"]]
+
+
+def vllm_config(dtype: torch.dtype) -> Any:
+    """What is read of a configuration."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+
+def cache_of(layers: list[list[str]], dtype: torch.dtype) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=dtype)
+    groups = [KVCacheGroupSpec(names, spec) for names in layers]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_the_number_of_blocks_does_not_matter() -> None:
+    formats = {
+        tensor_format(torch.empty(blocks, 2, 128, 4, 64), blocks) for blocks in (BLOCKS, 1000, 64)
+    }
+    assert formats == {"torch.float32 (1 × blocks, 2, 128, 4, 64) in the order [0, 1, 2, 3, 4]"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.empty(2 * BLOCKS, 2, 64, 4, 64),  # a kernel with smaller blocks than vLLM
+        torch.empty(BLOCKS, 2, 4, 128, 64),
+        torch.empty(BLOCKS, 2, 4, 128, 64).transpose(2, 3),  # the same shape in another order
+        torch.empty(2, BLOCKS, 128, 4, 64),
+        torch.empty(BLOCKS, 2, 128, 4, 64, dtype=torch.float16),
+    ],
+    ids=["kernel blocks", "shape", "order", "keys and values apart", "type"],
+)
+def test_other_formats_of_equal_size_differ(other: torch.Tensor) -> None:
+    assert tensor_format(other, BLOCKS) != tensor_format(torch.empty(BLOCKS, 2, 128, 4, 64), BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("processor", "kernel"),
+    [("AMX", "amx"), ("AVX-512", "vec"), ("ARM", "neon")],
+)
+def test_processors_lay_out_pages_of_equal_size_differently(
+    monkeypatch: pytest.MonkeyPatch, processor: str, kernel: str
+) -> None:
+    """vLLM's kernels for AMX pack K and V, those for AVX keep K by column."""
+    arm, x86 = CpuArchEnum.ARM, CpuArchEnum.X86
+    architecture = arm if processor == "ARM" else x86
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: processor == "AMX")
+    monkeypatch.setattr(current_platform, "get_cpu_architecture", lambda: architecture)
+    monkeypatch.setattr(module, "get_current_attn_backends", lambda _config, _layers: [])
+    config = cache_of([["layer"]], torch.bfloat16)
+    layers = {"layer": torch.empty(BLOCKS, 2, 32, 64)}
+    (group,) = page_format(vllm_config(torch.bfloat16), config, layers)
+    assert group["kernels"] == [kernel]
+
+
+def test_each_group_has_its_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = {"full": "FLASH_ATTN", "window": "TRITON_ATTN"}
+
+    def of_layers(_config: object, layers: list[str]) -> list[Any]:
+        name = backends[layers[0].partition(".")[0]]
+        return [SimpleNamespace(get_name=lambda: name)]
+
+    monkeypatch.setattr(module, "get_current_attn_backends", of_layers)
+    config = cache_of(LAYERS, torch.float32)
+    caches: dict[str, Any] = {
+        "full.0": torch.empty(BLOCKS, 2, 16, 8),
+        "full.1": torch.empty(BLOCKS, 2, 16, 8),
+        "window.0": [torch.empty(BLOCKS, 3), torch.empty(BLOCKS, 5)],  # a state in two tensors
+    }
+    formats = page_format(vllm_config(torch.float32), config, caches)
+    assert [group["backends"] for group in formats] == [["FLASH_ATTN"], ["TRITON_ATTN"]]
+    assert [len(group["tensors"]) for group in formats] == [1, 2]
+    del caches["full.1"], caches["window.0"]  # another pipeline stage has them
+    assert [len(g["tensors"]) for g in page_format(vllm_config(torch.float32), config, caches)] == [
+        1,
+        0,
+    ]

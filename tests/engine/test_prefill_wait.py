@@ -1,80 +1,239 @@
-"""A request waits for a peer that computes its prefix, as long as the peer keeps up."""
+"""A request waits for a peer that computes the same prompt, as long as that can pay."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from vllm.v1.kv_offload.base import LookupResult
 
-from xinference_xavier.engine.waiting import Wait, WaitCounts
-from xinference_xavier.pool.tier import Claim
+from tests.engine.scheduling import (
+    CHUNK,
+    FETCH_TIMEOUT,
+    SERVING,
+    Request,
+    Scheduling,
+    assert_nothing_left,
+    chunks,
+    slow_engine,
+    waiting_for_prefill,
+)
+from xinference_xavier.pool.pool import flush
+from xinference_xavier.protocol.load import Elsewhere, with_mark
 
-KEYS = [bytes([number]) for number in range(100)]
-CHUNK = 0.1
-"""Seconds; 10 s for all."""
-BEGAN = 1000.0
-STEP = 10
-"""Chunks."""
-SLACK = 0.25 * 10.0
-
-
-def local_seconds(chunks: int) -> float:
-    return chunks * CHUNK
-
-
-def waiting(held_by_peer: int | None = 100) -> Wait:
-    claim = Claim(KEYS, 100 * CHUNK)
-    claim.held_by_peer = held_by_peer
-    return Wait(claim, local_seconds, STEP, BEGAN)
+KEYS = chunks("prompt", 10)
 
 
-def goes_on(wait: Wait, computed: int, seconds: float) -> bool:
-    return wait.goes_on(set(KEYS[:computed]).__contains__, BEGAN + seconds)
+def fetch_computed(vllm: Scheduling, request: Request, computed: int) -> int | None:
+    """The peer has computed so many chunks, and the request fetches them. Returns its hits."""
+    vllm.tier.peers_hold(a=KEYS[:computed])
+    assert vllm.attempt(request) is None
+    vllm.tier.end(vllm.tier.fetches[-1])
+    return vllm.attempt(request)
 
 
-def test_a_request_does_not_wait_for_its_own_claim() -> None:
-    assert not goes_on(waiting(held_by_peer=0), 0, 0.0)
+def set_rate(vllm: Scheduling, tokens_per_second: float | None) -> None:
+    vllm.manager.prefill_rate.tokens_per_second = tokens_per_second
 
 
-def test_an_answer_must_come_within_a_second() -> None:
-    assert goes_on(waiting(None), 0, 0.9)
-    assert not goes_on(waiting(None), 0, 1.0)
+NO_REASONS_TO_ASK: dict[str, Callable[[Scheduling], object]] = {
+    "short": lambda vllm: set_rate(vllm, 10 * CHUNK + 1),
+    "rate unknown": lambda vllm: set_rate(vllm, None),
+    "too short to fetch": lambda vllm: setattr(vllm.manager.selection, "min_tokens", 11 * CHUNK),
+    "not worth fetching": lambda vllm: vllm.tier.peers_hold(a=KEYS[:1]),
+    "alone": lambda vllm: vllm.tier.peers_hold(),
+    "paused": lambda vllm: setattr(vllm.tier, "is_ready", False),
+    "switched off": lambda vllm: setattr(vllm.tier.mirror, "enabled", False),
+}
 
 
-@pytest.mark.parametrize("computed", [0, 10, 50, 79])
-def test_the_peer_may_be_two_steps_and_a_quarter_behind(computed: int) -> None:
-    due = local_seconds(computed + 2 * STEP) + SLACK
-    assert goes_on(waiting(), computed, due - 0.01)
-    assert not goes_on(waiting(), computed, due)
+class TestOnePrefillPerCluster:
+    """Two replicas get a cold prompt that takes ten seconds to compute, two chunks per step."""
+
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        return slow_engine()
+
+    def asking(self, vllm: Scheduling) -> Request:
+        request = vllm.arrive("r", KEYS)
+        assert vllm.attempt(request) is None
+        return request
+
+    def waiting(self, vllm: Scheduling) -> Request:
+        return waiting_for_prefill(vllm, KEYS)
+
+    def test_the_tracker_is_asked_once(self, vllm: Scheduling) -> None:
+        request = self.asking(vllm)
+        assert vllm.attempt(request) is None
+        (claim,) = vllm.tier.claims
+        assert (claim.keys, claim.seconds) == (KEYS, 10.0)
+
+    def test_only_missing_chunks_are_claimed(self, vllm: Scheduling) -> None:
+        vllm.fill(KEYS[:4])
+        self.asking(vllm)
+        (claim,) = vllm.tier.claims
+        assert (claim.keys, claim.seconds) == (KEYS[4:], 6.0)
+
+    def test_a_request_that_holds_the_claim_computes_and_releases_it(
+        self, vllm: Scheduling
+    ) -> None:
+        request = self.asking(vllm)
+        vllm.tier.claims[0].held_by_peer = 0
+        assert vllm.attempt(request) == 0
+        vllm.schedule(request, 0)
+        assert vllm.tier.released == []
+        vllm.finish(request)
+        assert vllm.tier.released == vllm.tier.claims
+        waits = vllm.manager.stats()["waits"]
+        assert waits == {"claimed": 1, "waited": 0, "given_up": 0, "seconds": 0.0}
+
+    def test_a_request_without_an_answer_computes_after_a_second(self, vllm: Scheduling) -> None:
+        request = self.asking(vllm)
+        vllm.clock.now += 0.5
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 0.5
+        assert vllm.attempt(request) == 0
+
+    def test_a_request_that_ends_before_the_answer_releases_its_claim(
+        self, vllm: Scheduling
+    ) -> None:
+        vllm.finish(self.asking(vllm))
+        assert vllm.tier.released == vllm.tier.claims
+
+    def test_a_waiting_request_fetches_chunks_as_they_are_finished(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        for computed in (4, 8):
+            vllm.clock.now += 4.0
+            assert fetch_computed(vllm, request, computed) is None
+            fetch = vllm.tier.fetches[-1]
+            assert [row.key for row in fetch.rows] == KEYS[computed - 4 : computed]
+            assert fetch.deadline == vllm.clock.now + FETCH_TIMEOUT
+        vllm.clock.now += 2.0
+        assert fetch_computed(vllm, request, 10) == 10
+        vllm.load_and_finish(request, 10)
+        assert_nothing_left(vllm)
+        assert vllm.tier.released == []
+        waits = vllm.manager.stats()["waits"]
+        assert waits == {"claimed": 0, "waited": 1, "given_up": 0, "seconds": 10.0}
+
+    def test_one_retry_defers_the_request(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        answers = [vllm.manager.lookup(key, request.context) for key in KEYS]
+        assert answers == [LookupResult.RETRY] + 9 * [LookupResult.MISS]
+
+    @pytest.mark.parametrize(
+        ("computed", "due"), [(0, 4 + 2.5), (4, 8 + 2.5), (5, 9 + 2.5), (6, 12.5), (9, 12.5)]
+    )
+    def test_the_peer_may_be_two_steps_and_a_quarter_of_the_whole_prefill_behind(
+        self, vllm: Scheduling, computed: int, due: float
+    ) -> None:
+        request = self.waiting(vllm)
+        if computed:
+            assert fetch_computed(vllm, request, computed) is None
+        vllm.clock.now += due - 0.125
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 0.125
+        assert vllm.attempt(request) == computed
+        vllm.schedule(request, computed)
+        assert vllm.manager.stats()["waits"]["given_up"] == 1
+
+    def test_chunks_that_disappear_again_are_counted_as_computed(self, vllm: Scheduling) -> None:
+        """The peer may have evicted them."""
+        request = self.waiting(vllm)
+        assert fetch_computed(vllm, request, 5) is None
+        flush(vllm.pool)
+        vllm.tier.peers_hold(a=[])
+        vllm.clock.now += 9 + 2.5 - 0.125
+        assert vllm.attempt(request) is None
+
+    def test_it_is_over_when_the_peer_has_computed_all_it_claimed(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        vllm.tier.claims[0].held_by_peer = 6
+        assert fetch_computed(vllm, request, 5) is None
+        assert fetch_computed(vllm, request, 7) == 7
+
+    def test_a_failed_fetch_ends_the_wait(self, vllm: Scheduling) -> None:
+        request = self.waiting(vllm)
+        vllm.tier.peers_hold(a=KEYS[:4])
+        assert vllm.attempt(request) is None
+        vllm.tier.end(vllm.tier.fetches[-1], 2)
+        assert vllm.attempt(request) == 2
+
+    @pytest.mark.parametrize("end", ["pause", "reset"])
+    def test_the_end_of_sharing_ends_the_wait(self, vllm: Scheduling, end: str) -> None:
+        request = self.waiting(vllm)
+        if end == "pause":
+            vllm.tier.is_ready = False
+        else:
+            vllm.manager.reset_cache()
+        assert vllm.attempt(request) == 0
+
+    def test_a_peer_that_is_slower_than_computing_ends_the_wait(self, vllm: Scheduling) -> None:
+        vllm.manager.selection.adaptive = True
+        for number in range(2):
+            keys = chunks(f"other {number}", 4)
+            vllm.tier.peers_hold(a=keys)
+            vllm.fetch_and_finish(vllm.arrive(f"r{number}", keys), 20.0)
+        vllm.tier.peers_hold(a=[])
+        request = self.waiting(vllm)
+        vllm.tier.peers_hold(a=KEYS[:4])
+        assert vllm.attempt(request) == 0
+
+    @pytest.mark.parametrize("happen", NO_REASONS_TO_ASK.values(), ids=NO_REASONS_TO_ASK)
+    def test_the_tracker_is_not_asked_if_waiting_cannot_pay(
+        self, vllm: Scheduling, happen: Callable[[Scheduling], object]
+    ) -> None:
+        happen(vllm)
+        assert vllm.attempt(vllm.arrive("r", KEYS)) == 0
+        assert vllm.tier.claims == []
 
 
-@pytest.mark.parametrize("computed", [80, 99])
-def test_a_wait_lasts_at_most_the_whole_prefill_and_a_quarter(computed: int) -> None:
-    assert goes_on(waiting(), computed, 12.49)
-    assert not goes_on(waiting(), computed, 12.5)
+class TestPrefillElsewhere:
+    """The router gave the prompt to peer `a`, too, which begins in two seconds and then takes a
+    second for each chunk."""
 
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        """An engine that does not know yet how fast it is."""
+        vllm = Scheduling(step_tokens=2 * CHUNK)
+        vllm.tier.peers_hold(a=[])
+        return vllm
 
-def test_it_is_over_when_the_peer_has_computed_all_it_claimed() -> None:
-    wait = waiting(held_by_peer=60)
-    assert goes_on(wait, 59, 0.5)
-    assert not goes_on(wait, 60, 0.5)
+    def marked(
+        self, vllm: Scheduling, peer: str = "a", mark_key: str = SERVING.mark_key
+    ) -> Request:
+        return vllm.arrive(with_mark("r", Elsewhere(peer, 2.0, 10.0), mark_key), KEYS)
 
+    def test_it_waits_and_fetches_without_asking_the_tracker(self, vllm: Scheduling) -> None:
+        request = self.marked(vllm)
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 2.0
+        for computed, found in ((4, None), (8, None), (10, 10)):
+            vllm.clock.now += 4.0
+            assert fetch_computed(vllm, request, computed) == found
+        vllm.load_and_finish(request, 10)
+        assert_nothing_left(vllm)
+        assert vllm.tier.claims == vllm.tier.released == []
 
-def test_a_chunk_counts_even_if_it_disappears() -> None:
-    """The peer may have evicted it."""
-    wait = waiting()
-    assert goes_on(wait, 50, 5.0)
-    assert goes_on(wait, 0, local_seconds(70) + SLACK - 0.01)
+    def test_a_prefill_that_does_not_begin_is_given_up(self, vllm: Scheduling) -> None:
+        request = self.marked(vllm)
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 2.0 + 0.25 + 2 * 2.0 + 2.5 - 0.01
+        assert vllm.attempt(request) is None
+        vllm.clock.now += 0.02
+        assert vllm.attempt(request) == 0
+        assert vllm.manager.stats()["waits"]["given_up"] == 0  # until it is scheduled
+        vllm.schedule(request, 0)
+        assert vllm.manager.stats()["waits"]["given_up"] == 1
 
+    def test_a_peer_that_leaves_is_not_waited_for(self, vllm: Scheduling) -> None:
+        request = self.marked(vllm)
+        assert vllm.attempt(request) is None
+        vllm.tier.peers_hold(b=[])
+        assert vllm.attempt(request) == 0
 
-def test_its_end_is_counted_once() -> None:
-    counts = WaitCounts()
-    waits = [waiting(held_by_peer=0), waiting(held_by_peer=None), waiting(), waiting()]
-    for wait, computed in zip(waits, [0, 0, 100, 5], strict=True):
-        goes_on(wait, computed, 6.0)
-        wait.count(counts, BEGAN + 6.0)
-        wait.count(counts, BEGAN + 9.0)
-    assert counts == WaitCounts(claimed=2, waited=2, given_up=1, seconds=12.0)
+    def test_nobody_waits_for_an_unknown_peer(self, vllm: Scheduling) -> None:
+        assert vllm.attempt(self.marked(vllm, peer="nobody")) == 0
 
-
-@pytest.mark.parametrize(("step", "pause"), [(10, 0.02), (1, 0.002), (90, 0.05)])
-def test_an_idle_engine_looks_fifty_times_per_step(step: int, pause: float) -> None:
-    assert Wait(Claim(KEYS, 10.0), local_seconds, step, BEGAN).pause == pytest.approx(pause)
+    def test_an_id_that_a_client_made_up_is_only_an_id(self, vllm: Scheduling) -> None:
+        assert vllm.attempt(self.marked(vllm, mark_key="a guess")) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,16 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tests.engine.scheduling import CHUNK, Clock, Scheduling, assert_nothing_left, chunks
-from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from tests.engine.scheduling import (
+    CHUNK,
+    Clock,
+    Scheduling,
+    assert_nothing_left,
+    assert_unused,
+    chunks,
+)
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine
 from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.probes import (
     AUDIT_INTERVAL,
@@ -87,6 +92,13 @@ class Scene:
             choose=lambda ends: ends[self.depth],
         )
 
+    def next(self) -> Probe:
+        """The one that the engine asks for now."""
+        asked = len(self.queued.asked)
+        assert self.probes.work() == []
+        assert len(self.queued.asked) == asked + 1
+        return self.running()
+
     def running(self) -> Probe:
         probe = self.probes.of(self.queued.asked[-1][1])
         assert probe is not None
@@ -100,8 +112,9 @@ class Scene:
             key[: GROUP.start]: end for end, key in keys.items()
         }
 
-    def compute(self, probe: Probe) -> list[ProbeResult]:
-        rows, ends = self.rows(*probe.ends)
+    def compute(self, probe: Probe, *ends_of_chunks: int) -> list[ProbeResult]:
+        """Compute and store the chunks with these ends; without any, all of the probe's."""
+        rows, ends = self.rows(*(ends_of_chunks or probe.ends))
         self.pool.quarantine(*rows)
         self.probes.stored(probe, rows, ends)
         return self.probes.work()
@@ -116,11 +129,25 @@ class Scene:
         self.pool.unpin(rows)
 
     def after_canaries(self) -> Scene:
-        self.probes.work()
-        self.compute(self.running())
+        self.compute(self.next())
         self.clock.now += AUDIT_INTERVAL
         self.computed = LONG * AUDIT_SHARE
         return self
+
+    def audits_next(self, *, deep: bool) -> Scene:
+        """A prompt of any length, the first chunk alone or a deep one, too."""
+        self.after_canaries()
+        self.probes._max_tokens = 100_000  # without a long canary
+        self.probes._deep = deep
+        return self
+
+
+def probing(scene: Scene) -> Scheduling:
+    """An engine that computes the scene's probes."""
+    vllm = Scheduling()
+    scene.pool = scene.probes._pool = vllm.pool
+    vllm.manager.probes = scene.probes
+    return vllm
 
 
 class TestCanary:
@@ -130,85 +157,68 @@ class TestCanary:
         )
         assert one == other
         assert len(one) == CHUNK + 1
+        assert all(100 < token < VOCABULARY - 100 for token in one), "special ones are at the ends"
         assert secret != another, "or a client could guess it"
-
-    def test_it_has_no_special_tokens(self) -> None:
-        """They are at the ends of a vocabulary."""
-        scene = Scene()
-        scene.probes.work()
-        tokens, _ = scene.queued.asked[0]
-        assert min(tokens) > 100
-        assert max(tokens) < VOCABULARY - 100
 
     def test_it_is_computed_once(self) -> None:
         scene = Scene()
-        for _ in range(2):
-            assert scene.probes.work() == []
+        probe = scene.next()
+        assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
-        (result,) = scene.compute(scene.running())
+        (result,) = scene.compute(probe)
         assert (result.key, result.sketch) == (b"canary/128", scene.samples.sample([1]))
         assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
-    def test_a_long_one_follows_when_the_engine_is_idle(self) -> None:
+    @pytest.mark.parametrize(("seconds", "computed"), [(0, 0), (600, -1)], ids=["idle", "late"])
+    def test_a_long_one_follows_when_the_engine_is_idle_or_it_is_late(
+        self, seconds: float, computed: float
+    ) -> None:
         scene = Scene(max_tokens=100_000)
         scene.computed = -1
-        scene.probes.work()
-        scene.compute(scene.running())
+        scene.compute(scene.next())
+        assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
-        scene.computed = 0
-        scene.probes.work()
+        scene.clock.now += seconds
+        scene.computed = computed
+        (result,) = scene.compute(scene.next())
         tokens, _ = scene.queued.asked[1]
         assert len(tokens) == LONG + 1
-        (result,) = scene.compute(scene.running())
         assert result.key == f"canary/{LONG}".encode()
-
-    def test_a_busy_engine_computes_it_at_last(self) -> None:
-        scene = Scene(max_tokens=100_000)
-        scene.computed = -1
-        scene.probes.work()
-        scene.compute(scene.running())
-        scene.clock.now += 600
-        scene.probes.work()
-        assert len(scene.queued.asked) == 2
 
     def test_the_long_one_is_as_long_as_the_engine_allows(self) -> None:
         scene = Scene(max_tokens=5 * CHUNK)
-        scene.probes.work()
-        scene.compute(scene.running())
+        scene.compute(scene.next())
         assert [len(tokens) for tokens, _ in scene.queued.asked] == [CHUNK + 1, 4 * CHUNK + 1]
 
 
 class TestLost:
     def test_a_probe_that_is_not_computed_in_time_is_aborted_counted_and_repeated(self) -> None:
         scene = Scene()
-        scene.probes.work()
+        probe = scene.next()
         scene.clock.now += 600
         (result,) = scene.probes.work()
         assert result.lost
         assert scene.queued.aborted == ["probe 1"]
-        assert scene.probes.of(scene.queued.asked[0][1]) is None
+        assert scene.probes.of(probe.salt) is None
         scene.clock.now += 10
-        assert scene.probes.work() == []
-        assert len(scene.queued.asked) == 2
+        scene.next()
 
     def test_one_whose_request_ended_early_is_soon_repeated(self) -> None:
         scene = Scene()
-        scene.probes.work()
-        scene.probes.ended(scene.running())
+        scene.probes.ended(scene.next())
         scene.clock.now += 10
         (result,) = scene.probes.work()
         assert result.lost
 
     def test_rows_that_come_too_late_are_freed_and_not_compared(self) -> None:
         scene = Scene()
-        scene.probes.work()
-        late = scene.running()
+        late = scene.next()
         scene.clock.now += 600
         scene.probes.work()
         assert scene.compute(late) == []
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     def test_an_engine_that_refuses_is_asked_again_later(self) -> None:
         scene = Scene()
@@ -218,48 +228,31 @@ class TestLost:
         scene.probes.work()
         assert scene.queued.asked == []
         scene.clock.now += 10
-        scene.probes.work()
-        assert len(scene.queued.asked) == 1
-
-
-def assert_free(pool: Pool) -> None:
-    counts = pool.counts()
-    assert (counts.filling, counts.pinned, counts.quarantined) == (0, 0, 0)
+        scene.next()
 
 
 class TestAudit:
     @pytest.fixture
     def scene(self) -> Scene:
-        scene = Scene().after_canaries()
-        scene.probes._max_tokens = 100_000  # without a long canary
-        scene.probes._deep = True
-        return scene
+        return Scene().audits_next(deep=True)
 
     def test_the_first_chunk_and_a_deep_one_are_computed_again(self, scene: Scene) -> None:
         scene.load(CHUNK, 5 * CHUNK)
-        scene.probes.work()
+        probe = scene.next()
         tokens, _ = scene.queued.asked[-1]
         assert tokens[: 5 * CHUNK] == list(range(5 * CHUNK))
         assert len(tokens) == 5 * CHUNK + 1
-        probe = scene.running()
         assert probe.ends == {CHUNK, 5 * CHUNK}
         (result,) = scene.compute(probe)
         assert (result.key, result.donor, result.difference) == (None, "peer", None)
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     def test_a_difference_that_begins_deep_is_found(self, scene: Scene) -> None:
         scene.load(CHUNK, 5 * CHUNK)
-        scene.probes.work()
-        probe = scene.running()
-        rows, ends = scene.rows(CHUNK)
-        scene.pool.quarantine(*rows)
-        scene.probes.stored(probe, rows, ends)
-        assert scene.probes.work() == [], "the first chunk is equal"
+        probe = scene.next()
+        assert scene.compute(probe, CHUNK) == [], "the first chunk is equal"
         scene.samples.value = 2.0
-        rows, ends = scene.rows(5 * CHUNK)
-        scene.pool.quarantine(*rows)
-        scene.probes.stored(probe, rows, ends)
-        (result,) = scene.probes.work()
+        (result,) = scene.compute(probe, 5 * CHUNK)
         assert result.difference == ("layer", 0.5)
 
     @pytest.mark.parametrize("origin", ["peer", None])
@@ -267,9 +260,9 @@ class TestAudit:
         self, scene: Scene, origin: str | None
     ) -> None:
         scene.load(CHUNK, origin=origin)
-        scene.probes.work()
+        probe = scene.next()
         scene.samples.value = 2.0
-        (result,) = scene.compute(scene.running())
+        (result,) = scene.compute(probe)
         assert result.donor == origin
         assert result.difference == ("layer", 0.5)
 
@@ -280,33 +273,30 @@ class TestAudit:
         assert scene.pool.counts().pinned == 1, "the row stays as it is"
         scene.probes.work()
         assert scene.samples.sampled == before + 1
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     def test_every_other_one_is_of_the_first_chunk_alone(self) -> None:
         """Deep ones cost so much that an engine may not afford them for long."""
-        scene = Scene().after_canaries()
-        scene.probes._max_tokens = 100_000
+        scene = Scene().audits_next(deep=False)
         found = []
         for _ in range(3):
             scene.load(CHUNK, 5 * CHUNK)
-            scene.probes.work()
-            found.append(len(scene.running().ends))
-            scene.compute(scene.running())
+            probe = scene.next()
+            found.append(len(probe.ends))
+            scene.compute(probe)
             scene.clock.now += AUDIT_INTERVAL
         assert found == [1, 2, 1]
 
     def test_at_most_one_a_minute(self, scene: Scene) -> None:
         scene.load(CHUNK)
-        scene.probes.work()
-        scene.compute(scene.running())
+        scene.compute(scene.next())
         asked = len(scene.queued.asked)
         assert not scene.probes.wants_audit()
         scene.probes.work()
         assert len(scene.queued.asked) == asked
         scene.clock.now += AUDIT_INTERVAL
         scene.load(CHUNK)
-        scene.probes.work()
-        assert len(scene.queued.asked) == asked + 1
+        scene.next()
 
     def test_at_most_one_token_for_a_thousand_computed_ones(self, scene: Scene) -> None:
         cost = (3 * CHUNK + 1) * AUDIT_SHARE
@@ -315,8 +305,7 @@ class TestAudit:
         scene.probes.work()
         assert len(scene.queued.asked) == 1
         scene.computed = cost
-        scene.probes.work()
-        assert len(scene.queued.asked) == 2
+        scene.next()
 
     def test_a_candidate_that_is_too_long_gives_way_to_a_shorter_one(self, scene: Scene) -> None:
         scene.computed = (CHUNK + 1) * AUDIT_SHARE
@@ -324,8 +313,7 @@ class TestAudit:
         scene.probes.work()
         scene.clock.now += AUDIT_INTERVAL
         scene.load(CHUNK)
-        scene.probes.work()
-        assert len(scene.queued.asked[-1][0]) == CHUNK + 1
+        assert scene.next().ends == {CHUNK}
 
     def test_it_can_be_switched_off(self) -> None:
         assert not Scene(audits=False).after_canaries().probes.wants_audit()
@@ -337,17 +325,16 @@ class TestReset:
     def test_the_canary_is_computed_again(self) -> None:
         scene = Scene().after_canaries()
         scene.probes.reset()
-        scene.probes.work()
+        scene.next()
         (one, _), (again, _) = scene.queued.asked
         assert one == again
 
     def test_what_was_computed_before_is_not_compared(self) -> None:
         scene = Scene()
-        scene.probes.work()
-        before = scene.running()
+        before = scene.next()
         scene.probes.reset()
         assert scene.compute(before) == []
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
     @pytest.mark.parametrize("sampled", [False, True])
     def test_rows_from_before_are_not_audited(self, sampled: bool) -> None:
@@ -357,29 +344,23 @@ class TestReset:
             scene.probes._sample_loaded()
         scene.probes.reset()
         scene.pool.reset()
-        scene.probes.work()
-        scene.compute(scene.running())
+        scene.compute(scene.next())
         asked = len(scene.queued.asked)
         scene.probes.work()
         assert len(scene.queued.asked) == asked
-        assert_free(scene.pool)
+        assert_unused(scene.pool)
 
 
 class TestRequest:
     """A probe, as vLLM's scheduler sees it."""
 
     def test_it_is_computed_and_leaves_nothing(self) -> None:
-        vllm = Scheduling()
         scene = Scene()
-        scene.pool = vllm.pool
-        scene.probes._pool = vllm.pool
-        vllm.manager.probes = scene.probes
-        keys = chunks("canary", 1)
-        vllm.tier.peers_hold(a=keys)
-        scene.probes.work()
-        _, salt = scene.queued.asked[0]
-        request = vllm.arrive("probe", keys)
-        vllm.manager.begin_lookups("probe", 0, salt=salt)
+        vllm = probing(scene)
+        probe = scene.next()
+        request = vllm.ask(1, "probe", a=1)
+        keys = request.keys
+        vllm.manager.begin_lookups("probe", 0, salt=probe.salt)
         assert vllm.manager.lookup(keys[0], request.context).name == "MISS"
         vllm.end_step()
         vllm.schedule(request, 0)
@@ -395,50 +376,39 @@ class TestRequest:
         assert (stats["requests"], stats["hits"]["computed"]) == (0, 0)
 
     def test_only_the_chunks_that_are_compared_are_stored(self) -> None:
-        vllm = Scheduling()
         scene = Scene(max_tokens=3 * CHUNK + 1)
-        vllm.manager.probes = scene.probes
-        scene.probes.work()
-        scene.compute(scene.running())
-        keys = chunks("long canary", 3)
-        request = vllm.arrive("probe", keys)
-        vllm.manager.begin_lookups("probe", 0, salt=scene.queued.asked[1][1])
+        vllm = probing(scene)
+        scene.compute(scene.next())
+        request = vllm.ask(3, "probe")
+        vllm.manager.begin_lookups("probe", 0, salt=scene.running().salt)
         vllm.end_step()
-        assert vllm.begin_store(request, keys) == keys[-1:]
+        assert vllm.begin_store(request, request.keys) == request.keys[-1:]
 
     @pytest.mark.parametrize("salt", ["xavier-probe-canary", f"xavier-probe-{CHUNK}"])
     def test_a_clients_salt_makes_no_probe(self, salt: str) -> None:
-        vllm = Scheduling()
         scene = Scene()
-        vllm.manager.probes = scene.probes
-        scene.probes.work()
-        keys = chunks("prompt", 1)
-        request = vllm.arrive("r", keys)
+        vllm = probing(scene)
+        scene.next()
+        request = vllm.ask(1)
         vllm.manager.begin_lookups("r", 0, salt=salt)
         vllm.end_step()
-        vllm.stored(request, vllm.begin_store(request, keys))
+        vllm.stored(request, vllm.begin_store(request, request.keys))
         vllm.finish(request)
-        assert vllm.pool.lookup(keys[0]) is not None
+        assert vllm.pool.lookup(request.keys[0]) is not None
         assert scene.probes.work() == []
         assert vllm.manager.stats()["requests"] == 1
 
     def test_a_loaded_prompt_is_a_candidate(self) -> None:
-        vllm = Scheduling()
-        scene = Scene().after_canaries()
-        scene.probes._max_tokens = 100_000
-        scene.probes._deep = True
-        scene.probes._pool = vllm.pool
-        vllm.manager.probes = scene.probes
-        keys = chunks("prompt", 3)
-        vllm.fill(keys)
-        request = vllm.arrive("r", keys)
+        scene = Scene().audits_next(deep=True)
+        vllm = probing(scene)
+        vllm.fill(chunks("prompt", 3))
+        request = vllm.ask(3)
         assert vllm.scan(request) == 3
-        vllm.manager.prepare_load(keys, request.context)
+        vllm.manager.prepare_load(request.keys, request.context)
         tokens = list(range(3 * CHUNK))
         vllm.manager.count_prompt("r", 3 * CHUNK, 3 * CHUNK, tokens)
-        scene.probes.work()
+        assert scene.next().ends == {CHUNK, 3 * CHUNK}
         assert scene.queued.asked[-1][0][:-1] == tokens
-        assert scene.running().ends == {CHUNK, 3 * CHUNK}
 
 
 class Core:
@@ -447,7 +417,7 @@ class Core:
     def __init__(self, engine: Engine) -> None:
         self.input_queue: Queue[tuple[EngineCoreRequestType, Any]] = Queue()
         self.scheduler = engine.scheduler
-        self.request_block_hasher: Any = engine._hasher
+        self.request_block_hasher: Any = engine.hasher
         self.mm_receiver_cache = None
         self.preprocess_add_request = partial(EngineCore.preprocess_add_request, self)  # type: ignore[arg-type]
 
@@ -462,11 +432,8 @@ class TestEngine:
     """vLLM's own scheduler computes the probes that the engine gives itself."""
 
     @pytest.fixture
-    def engine(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-    ) -> Engine:
-        config = engine_config(model_folder, chunk_tokens=2 * BLOCK_TOKENS)
-        engine = Engine(config, cache_config, monkeypatch)
+    def engine(self, make_engine: MakeEngine) -> Engine:
+        engine = make_engine(chunk_tokens=2 * BLOCK_TOKENS)
         engine.own.manager.probes._sketcher = Samples()  # type: ignore[assignment]
         return engine
 
@@ -489,7 +456,7 @@ class TestEngine:
         requests = OwnRequests(core)
         core.request_block_hasher = None
         assert requests.ask([1], "salt") is None
-        core.request_block_hasher = engine._hasher
+        core.request_block_hasher = engine.hasher
         core.scheduler = SimpleNamespace(pause_state=SimpleNamespace(name="PAUSED_NEW"))  # type: ignore[assignment]
         assert requests.ask([1], "salt") is None
         assert core.input_queue.empty()

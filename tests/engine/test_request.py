@@ -30,15 +30,7 @@ class TestFetchedRows:
             vllm.fill(chunks(f"other {number}", 2))
         assert vllm.attempt(request) == 6
 
-    def test_are_unpinned_after_a_time_limit(self, vllm: Scheduling) -> None:
-        request = waiting(vllm)
-        vllm.tier.end(vllm.tier.fetches[0])
-        assert vllm.attempt(request) == 6
-        vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
-        assert vllm.attempt(request) == 6
-        assert_nothing_left(vllm)
-
-    def test_are_not_fetched_again_after_the_time_limit(self) -> None:
+    def test_are_unpinned_after_a_time_limit_and_not_fetched_again(self) -> None:
         """They were evicted in the end; the request computes them instead."""
         vllm = Scheduling(slots=6)
         request = waiting(vllm)
@@ -46,6 +38,7 @@ class TestFetchedRows:
         assert vllm.attempt(request) == 6
         vllm.clock.now += 2 * FETCH_TIMEOUT + 0.01
         assert vllm.attempt(request) == 6
+        assert_nothing_left(vllm)
         vllm.fill(chunks("other", 6))
         assert [vllm.attempt(request), vllm.attempt(request)] == [0, 0]
         assert len(vllm.tier.fetches) == 1
@@ -74,24 +67,9 @@ class TestFetchedRows:
             vllm.finish(request)
         for request in crowd[:2]:
             assert vllm.scan(request) == 4
-            vllm.schedule(request, 4)
-            vllm.end_step()
-            vllm.loaded(request, 4)
-            vllm.finish(request)
+            vllm.load_and_finish(request, 4)
         assert len(vllm.tier.fetches) == 2
         assert_nothing_left(vllm)
-
-    def test_stay_pinned_until_they_are_loaded(self) -> None:
-        vllm = Scheduling(slots=6)
-        request = waiting(vllm)
-        vllm.tier.end(vllm.tier.fetches[0])
-        assert vllm.scan(request) == 6
-        vllm.schedule(request, 6)
-        vllm.end_step()
-        assert vllm.pool.counts().pinned == 6
-        assert vllm.begin_store(vllm.arrive("s", chunks("other", 2)), chunks("other", 2)) == []
-        vllm.loaded(request, 6)
-        assert vllm.pool.counts().pinned == 0
 
     def test_are_unpinned_if_their_request_does_not_need_them(self, vllm: Scheduling) -> None:
         """vLLM's own prefix cache holds all of it meanwhile."""
@@ -102,80 +80,43 @@ class TestFetchedRows:
         vllm.end_step()
         assert_nothing_left(vllm)
 
-    @pytest.mark.parametrize("arrived", [False, True])
-    def test_are_unpinned_if_their_request_is_aborted(
-        self, vllm: Scheduling, arrived: bool
-    ) -> None:
-        request = waiting(vllm)
-        if arrived:
-            vllm.tier.end(vllm.tier.fetches[0])
-        vllm.finish(request)
-        vllm.end_step()
-        if not arrived:
-            assert vllm.manager.has_pending_work()
-            vllm.tier.end(vllm.tier.fetches[0])
-            vllm.end_step()
-        assert_nothing_left(vllm)
-        assert vllm.pool.counts().ready == 6
-
     def test_are_not_fetched_for_a_request_aborted_in_the_same_step(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(6, a=6)
         vllm.scan(request)
         vllm.finish(request)
         vllm.end_step()
         assert vllm.tier.fetches == []
 
-    def test_stay_in_quarantine_if_their_fetch_is_abandoned(self, vllm: Scheduling) -> None:
-        request = waiting(vllm)
-        vllm.tier.abandon(vllm.tier.fetches[0])
-        assert vllm.scan(request) == 0
-        vllm.schedule(request, 0)
-        vllm.end_step()
-        assert vllm.pool.counts().quarantined == 6
-        assert not vllm.manager.has_pending_work()
-        vllm.tier.drain(vllm.tier.fetches[0])
-        assert_nothing_left(vllm)
-
     def test_do_not_evict_the_prefix_they_continue(self) -> None:
         """The prefix is the oldest in the pool."""
         vllm = Scheduling(slots=8)
-        keys = chunks("prompt", 8)
-        vllm.fill(keys[:4])
+        vllm.fill(chunks("prompt", 4))
         vllm.fill(chunks("other", 4))
-        vllm.tier.peers_hold(a=keys)
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(8, a=8)
         assert vllm.attempt(request) is None
         assert sorted(vllm.tier.evicted_keys) == sorted(chunks("other", 4))
         vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 8
 
 
-class TestPhases:
-    """Requests go through the phases as the module's table shows, and no other way."""
+def test_requests_go_each_way_of_the_module_s_table_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = set[tuple[str, str]]()
 
-    @pytest.fixture(autouse=True)
-    def seen(self, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-        """The transitions of all requests."""
-        seen = set[tuple[str, str]]()
+    def record(request: Request, name: str, value: object) -> None:
+        before = getattr(request, "phase", value)
+        object.__setattr__(request, name, value)
+        if name == "phase" and before is not value:
+            seen.add((before.name, request.phase.name))
 
-        def record(request: Request, name: str, value: object) -> None:
-            before = getattr(request, "phase", value)
-            object.__setattr__(request, name, value)
-            if name == "phase" and before is not value:
-                seen.add((before.name, request.phase.name))
-
-        monkeypatch.setattr(Request, "__setattr__", record, raising=False)
-        return seen
-
-    def test_each_way_of_the_table_is_taken_and_no_other(self, seen: set[tuple[str, str]]) -> None:
-        fetches_and_computes_the_rest()
-        has_no_donor_left()
-        is_reset_while_it_fetches()
-        is_reset_while_a_peer_computes_its_prefix()
-        meets_an_error()
-        assert seen == table()
+    monkeypatch.setattr(Request, "__setattr__", record, raising=False)
+    fetches_and_computes_the_rest()
+    has_no_donor_left()
+    is_reset_while_it_fetches()
+    is_reset_while_a_peer_computes_its_prefix()
+    meets_an_error()
+    assert seen == table()
 
 
 def table() -> set[tuple[str, str]]:
@@ -191,9 +132,7 @@ def table() -> set[tuple[str, str]]:
 
 def fetches_and_computes_the_rest() -> None:
     vllm = Scheduling()
-    keys = chunks("prompt", 8)
-    vllm.tier.peers_hold(a=keys[:6])
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(8, a=6)
     assert vllm.attempt(request) is None
     vllm.tier.end(vllm.tier.fetches[0])
     assert [vllm.attempt(request) for _ in range(2)] == [6, 6]
@@ -201,9 +140,7 @@ def fetches_and_computes_the_rest() -> None:
 
 def has_no_donor_left() -> None:
     vllm = Scheduling()
-    keys = chunks("prompt", 6)
-    vllm.tier.peers_hold(**dict.fromkeys("abc", keys))
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(6, a=6, b=6, c=6)
     while vllm.attempt(request) is None:
         vllm.tier.end(vllm.tier.fetches[-1], arrived=0)
     assert len(vllm.tier.fetches) == MAX_DONORS
@@ -225,11 +162,8 @@ def is_reset_while_a_peer_computes_its_prefix() -> None:
 
 def meets_an_error() -> None:
     vllm = Scheduling()
-    keys = chunks("prompt", 6)
-    vllm.tier.peers_hold(a=[])
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(6, a=0)
     assert vllm.scan(request) == 0
-    vllm.tier.peers_hold(a=keys)
-    vllm.tier.is_ready = True
+    vllm.tier.peers_hold(a=request.keys)
     vllm.manager.selection.plan = Mock(side_effect=RuntimeError)  # type: ignore[method-assign]
-    assert vllm.manager.lookup(keys[1], request.context) is LookupResult.MISS
+    assert vllm.manager.lookup(request.keys[1], request.context) is LookupResult.MISS

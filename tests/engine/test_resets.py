@@ -6,12 +6,10 @@ vLLM's own scheduler, with our connector and a pool.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tests.engine.vllm_scheduler import Engine, engine_config
+from tests.engine.vllm_scheduler import Engine
 
 PROMPT = list(range(300, 300 + 300))
 """Two whole chunks and a bit."""
@@ -30,23 +28,21 @@ def with_all_that_runs(engine: Engine) -> bool:
     return engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
 
-@pytest.fixture
-def engine(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> Engine:
-    return Engine(engine_config(model_folder), cache_config, monkeypatch)
-
-
 def ready(engine: Engine) -> int:
     return engine.own.pool.counts().ready
+
+
+def stored(engine: Engine) -> int:
+    """The chunks that are ready when all requests have ended."""
+    engine.run()
+    engine.step()  # in which the last store ends
+    return ready(engine)
 
 
 def hold(engine: Engine) -> None:
     """Compute and store the prompt."""
     engine.ask("before", PROMPT, tokens=2)
-    engine.run()
-    engine.step()  # in which the last store ends
-    assert ready(engine) == 2
+    assert stored(engine) == 2
 
 
 def computed(engine: Engine, name: str, tokens: int = 2) -> int:
@@ -61,9 +57,7 @@ def test_no_row_from_before_is_loaded(engine: Engine, reset: Reset) -> None:
     assert reset(engine)
     assert ready(engine) == 0
     assert computed(engine, "after") == len(PROMPT)
-    engine.run()
-    engine.step()
-    assert ready(engine) == 2, "what is computed since is stored"
+    assert stored(engine) == 2, "what is computed since is stored"
 
 
 @pytest.mark.parametrize("reset", [vllms_own, with_the_connector])
@@ -73,22 +67,16 @@ def test_a_request_that_goes_on_stores_nothing_that_it_computed_before(
     """vLLM offers all of its chunks again, from the first on."""
     assert computed(engine, "runs", tokens=100) == len(PROMPT)
     assert not reset(engine), "vLLM refuses while blocks are in use"
-    engine.run()
-    engine.step()
-    assert ready(engine) == 0
+    assert stored(engine) == 0
 
 
 def test_blocks_that_vllm_refused_to_forget_are_not_stored(engine: Engine) -> None:
     assert computed(engine, "runs", tokens=100) == len(PROMPT)
     assert not vllms_own(engine)
     assert computed(engine, "hit") < len(PROMPT), "vLLM's own cache still has the old blocks"
-    engine.run()
-    engine.step()
-    assert ready(engine) == 0
+    assert stored(engine) == 0
     assert computed(engine, "after") == len(PROMPT), "they are forgotten once nothing runs"
-    engine.run()
-    engine.step()
-    assert ready(engine) == 2
+    assert stored(engine) == 2
 
 
 def test_a_request_that_is_preempted_for_the_reset_stores_what_it_computes_afterwards(
@@ -97,9 +85,7 @@ def test_a_request_that_is_preempted_for_the_reset_stores_what_it_computes_after
     assert computed(engine, "runs") == len(PROMPT)
     assert with_all_that_runs(engine)
     assert ready(engine) == 0
-    engine.run()
-    engine.step()
-    assert ready(engine) == 2
+    assert stored(engine) == 2
 
 
 def test_two_resets_in_a_row_are_one(engine: Engine) -> None:

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from tests.engine.any_version import made
+from tests.engine.any_version import called
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.config import XAVIER, XavierConfig
@@ -53,7 +53,7 @@ def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) 
     layers = ("layer.0", "layer.1")
     return OffloadingConfig(
         groups=(
-            made(
+            called(
                 OffloadingGroupConfig, tokens_per_block=BLOCK_TOKENS, layer_names=layers, group_id=0
             ),
         ),
@@ -63,7 +63,7 @@ def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) 
         engine_id=str(uuid.uuid4()),
         model=OffloadingModelConfig("model", "float32"),
         cache=OffloadingCacheConfig(BLOCK_TOKENS, BLOCKS_PER_CHUNK),
-        parallel=made(
+        parallel=called(
             OffloadingParallelConfig,
             rank=rank,
             world_size=workers,

@@ -1,16 +1,113 @@
-"""Steps are timed correctly even if vLLM begins several at once, and a request's wait counts only
-while the engine is idle."""
+"""What vLLM schedules in a step is recognised, steps are timed correctly even if several are under
+way, and a request's wait counts only while the engine is idle."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling, chunks
 from xinference_xavier.engine.costs import PrefillRate
-from xinference_xavier.engine.workload import Step, Steps
+from xinference_xavier.engine.workload import Step, Steps, goes_on, step_of, without_quiet
+
+
+class Cached(NamedTuple):
+    """A request that goes on in a step."""
+
+    computed: int
+    answered: int = 1
+    blocks: tuple[list[int]] | None = None  # new ones
+
+
+def cached(**requests: Cached) -> CachedRequestData:
+    return CachedRequestData(
+        [*requests],
+        set(),
+        [],
+        {},
+        [request.blocks for request in requests.values()],
+        num_computed_tokens=[request.computed for request in requests.values()],
+        num_output_tokens=[request.answered for request in requests.values()],
+    )
+
+
+def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
+    step = SchedulerOutput.make_empty()
+    assert step_of(step, 7.0) == Step(7.0, 0, {})
+    step.scheduled_new_reqs = [
+        NewRequestData(
+            "new", [], [], None, None, block_ids=(), num_computed_tokens=1000, lora_request=None
+        )
+    ]
+    step.scheduled_cached_reqs = cached(
+        old=Cached(computed=4000, answered=0), answered=Cached(computed=9000, answered=7)
+    )
+    step.num_scheduled_tokens = {"new": 100, "old": 300, "answered": 1}
+    step.total_num_scheduled_tokens = 401
+    depth = (100 * 1050 + 300 * 4150) / 400
+    assert step_of(step, 8.0) == Step(8.0, 401, {"new": 100, "old": 300}, 400, depth)
+
+
+def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
+    """Even with many requests that speculate. Otherwise it would distort the prefill rate."""
+    step = SchedulerOutput.make_empty()
+    step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
+    step.total_num_scheduled_tokens = 1800
+    assert step_of(step, 7.0) == Step(7.0, 1800, {})
+
+
+def test_requests_that_go_on_within_their_blocks_are_left_out() -> None:
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs = cached(
+        grown=Cached(128, blocks=([7],)), quiet=Cached(100), resumed=Cached(0)
+    )
+    step.scheduled_cached_reqs.resumed_req_ids.add("resumed")
+    step.num_scheduled_tokens = {"new": 9, "grown": 1, "quiet": 1, "resumed": 1}
+    left = without_quiet(step)
+    assert left.scheduled_cached_reqs.req_ids == ["grown", "resumed"]
+    assert left.scheduled_cached_reqs.new_block_ids == [([7],), None]
+    assert left.num_scheduled_tokens.keys() == {"new", "grown", "resumed"}
+    assert step.scheduled_cached_reqs.num_reqs == 3, "vLLM still needs its own"
+    assert without_quiet(left) is left
+    step.kv_cache_block_copies = [None]  # type: ignore[list-item]  # it is not read
+    assert without_quiet(step) is step
+
+
+def running() -> SchedulerOutput:
+    """A step in which one request only goes on."""
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs = cached(r=Cached(100))
+    step.num_scheduled_tokens = {"r": 1}
+    step.total_num_scheduled_tokens = 1
+    return step
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda step: step.scheduled_new_reqs.append("new"),
+        lambda step: step.finished_req_ids.add("other"),
+        lambda step: setattr(step, "preempted_req_ids", {"other"}),
+        lambda step: step.scheduled_cached_reqs.resumed_req_ids.add("r"),
+        lambda step: step.scheduled_cached_reqs.new_block_ids.append(([7],)),
+        lambda step: setattr(step, "kv_cache_block_copies", ["copy"]),
+    ],
+    ids=["begins", "ends", "is preempted", "is resumed", "gets a block", "gets a copy"],
+)
+def test_a_step_goes_on_unless_something_happens_to_a_request(
+    happens: Callable[[SchedulerOutput], object],
+) -> None:
+    step = running()
+    assert goes_on(step)
+    happens(step)
+    assert not goes_on(step)
+
+
+# -- times -----------------------------------------------------------------------------------
 
 
 def test_without_a_step_there_is_nothing_to_end() -> None:

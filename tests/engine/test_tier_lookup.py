@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
@@ -23,11 +25,9 @@ def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
 
 
 def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Scheduling) -> None:
-    keys, headers = chunks("prompt", 6), {"traceparent": "00-1-2-01"}
-    vllm.tier.peers_hold(a=keys)
-    request = vllm.arrive("r", keys)
+    request, headers = vllm.ask(6, a=6), {"traceparent": "00-1-2-01"}
     vllm.manager.begin_lookups(request.req_id, 0, headers)
-    prefix_scan(vllm.manager.lookup, keys, request.context)
+    prefix_scan(vllm.manager.lookup, request.keys, request.context)
     vllm.end_step()
     (fetch,) = vllm.tier.fetches
     assert fetch.trace_headers == headers
@@ -35,15 +35,13 @@ def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Schedul
 
 class TestFetch:
     def test_begins_once_at_the_end_of_the_step(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys[:4])
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(6, a=4)
         assert vllm.scan(request) is None
         assert vllm.tier.fetches == []
         vllm.end_step()
         vllm.end_step()
         (fetch,) = vllm.tier.fetches
-        assert [row.key for row in fetch.rows] == keys[:4]
+        assert [row.key for row in fetch.rows] == request.keys[:4]
         assert fetch.deadline == vllm.clock.now + FETCH_TIMEOUT
 
     def test_goes_to_the_peer_with_the_longest_run(self, vllm: Scheduling) -> None:
@@ -77,11 +75,10 @@ class TestFetch:
         assert set(donors[4:]) == {"b"}
 
     def test_begins_behind_the_hits(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 8)
-        vllm.tier.peers_hold(a=keys)
-        vllm.fill(keys[:4])
-        assert vllm.attempt(vllm.arrive("r", keys), own_prefix=2) is None
-        assert [row.key for row in vllm.tier.fetches[0].rows] == keys[4:]
+        request = vllm.ask(8, a=8)
+        vllm.fill(request.keys[:4])
+        assert vllm.attempt(request, own_prefix=2) is None
+        assert [row.key for row in vllm.tier.fetches[0].rows] == request.keys[4:]
 
     def test_defers_the_request_with_one_retry(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
@@ -94,10 +91,6 @@ class TestFetch:
         vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 6
         assert vllm.schedule(request, 6) == [row.slot for row in vllm.tier.fetches[0].rows]
-        vllm.end_step()
-        vllm.loaded(request, 6)
-        vllm.finish(request)
-        assert_nothing_left(vllm)
 
     @pytest.mark.parametrize("whole", [0, 2])
     def test_chunks_that_did_not_arrive_are_misses_and_not_fetched_again(
@@ -127,14 +120,12 @@ class TestFetch:
     def test_shares_one_deadline_with_the_request_s_other_fetches(self, vllm: Scheduling) -> None:
         """All of the first fetch arrives, and the peer then holds more. The second fetch gets the
         time that is left."""
-        keys = chunks("prompt", 12)
-        vllm.tier.peers_hold(a=keys[:6])
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(12, a=6)
         assert vllm.attempt(request) is None
         first_deadline = vllm.tier.fetches[0].deadline
         vllm.clock.now += FETCH_TIMEOUT / 2
         vllm.tier.end(vllm.tier.fetches[0])
-        vllm.tier.peers_hold(a=keys)
+        vllm.tier.peers_hold(a=request.keys)
         assert vllm.attempt(request) is None
         assert vllm.tier.fetches[1].deadline == first_deadline
         vllm.clock.now = first_deadline
@@ -143,14 +134,11 @@ class TestFetch:
 
     def test_is_not_waited_for_after_the_deadline(self, vllm: Scheduling) -> None:
         """Not even if another request began it."""
-        keys = chunks("prompt", 12)
-        vllm.tier.peers_hold(a=keys[:6])
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(12, a=6)
         assert vllm.attempt(request) is None
         vllm.tier.end(vllm.tier.fetches[0])
         vllm.clock.now += FETCH_TIMEOUT
-        vllm.tier.peers_hold(a=keys)
-        assert vllm.attempt(vllm.arrive("other", keys)) is None
+        assert vllm.attempt(vllm.ask(12, "other", a=12)) is None
         assert vllm.attempt(request) == 6
 
     def test_serves_two_requests_for_the_same_chunks(self, vllm: Scheduling) -> None:
@@ -159,19 +147,10 @@ class TestFetch:
         assert vllm.attempt(second) is None
         assert len(vllm.tier.fetches) == 1
         vllm.tier.end(vllm.tier.fetches[0])
-        for request in (first, second):
-            assert vllm.attempt(request) == 6
-            vllm.schedule(request, 6)
-            vllm.end_step()
-        for request in (first, second):
-            vllm.loaded(request, 6)
-            vllm.finish(request)
-        assert_nothing_left(vllm)
+        assert [vllm.attempt(first), vllm.attempt(second)] == [6, 6]
 
     def test_serves_two_requests_of_one_step(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
-        requests = [vllm.arrive(name, keys) for name in "rs"]
+        requests = [vllm.ask(6, name, a=6) for name in "rs"]
         assert [vllm.scan(request) for request in requests] == [None, None]
         vllm.end_step()
         assert len(vllm.tier.fetches) == 1
@@ -190,64 +169,10 @@ class TestFetch:
         assert vllm.attempt(third) is None
         assert len(vllm.tier.fetches) == 2
 
-    def test_from_a_closed_tier_costs_one_retry(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys)
-        vllm.tier.listening = False
-        request = vllm.arrive("r", keys)
-        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
-        assert_nothing_left(vllm)
-
-    def test_into_a_full_pool_costs_one_retry(self) -> None:
-        vllm = Scheduling(slots=4)
-        keys = chunks("prompt", 4)
-        storing = vllm.arrive("s", chunks("other", 4))
-        vllm.begin_store(storing, storing.keys)
-        vllm.tier.peers_hold(a=keys)
-        request = vllm.arrive("r", keys)
-        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
-        assert vllm.tier.fetches == []
-
-
-def test_three_donors_may_fail_a_request(vllm: Scheduling) -> None:
-    keys = chunks("prompt", 6)
-    vllm.tier.peers_hold(**dict.fromkeys("abcd", keys))
-    request = vllm.arrive("r", keys)
-    for _ in range(3):
-        assert vllm.attempt(request) is None
-        vllm.tier.end(vllm.tier.fetches[-1], 0)
-    assert vllm.attempt(request) == 0
-    assert len({fetch.source for fetch in vllm.tier.fetches}) == 3
-
-
-class TestJoinedFetch:
-    """A request waits for a fetch that another request began."""
-
-    @pytest.mark.parametrize("arrived", [0, 2])
-    def test_that_fails_before_the_step_ends_leaves_no_row(
-        self, vllm: Scheduling, arrived: int
+    def test_that_fails_while_others_join_it_is_followed_by_one_from_another_peer(
+        self, vllm: Scheduling
     ) -> None:
-        """The background thread may roll it back at any time, also between a lookup and the end of
-        the same step."""
-        first = waiting(vllm)
-        second = vllm.arrive("second", first.keys)
-        assert vllm.scan(second) is None
-        vllm.tier.peers_hold()
-        vllm.tier.end(vllm.tier.fetches[0], arrived=arrived)
-        vllm.end_step()
-        for request in (first, second):
-            hits = vllm.attempt(request)
-            assert hits is not None
-            vllm.schedule(request, hits)
-            vllm.end_step()
-            vllm.loaded(request, hits) if hits else None
-            vllm.stored(request, vllm.begin_store(request, request.keys))
-            vllm.finish(request)
-        vllm.end_step()
-        assert_nothing_left(vllm)
-        assert vllm.attempt(vllm.arrive("later", first.keys)) == len(first.keys)
-
-    def test_that_fails_is_followed_by_one_from_another_peer(self, vllm: Scheduling) -> None:
+        """It may fail at any time, also between a lookup and the end of the same step."""
         first = waiting(vllm)
         second = vllm.arrive("second", first.keys)
         assert vllm.scan(second) is None
@@ -257,18 +182,35 @@ class TestJoinedFetch:
         assert vllm.attempt(second) is None
         assert [fetch.source for fetch in vllm.tier.fetches] == ["a", "b"]
 
+    def test_from_a_closed_tier_costs_one_retry(self, vllm: Scheduling) -> None:
+        request = vllm.ask(6, a=6)
+        vllm.tier.listening = False
+        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
+        assert_nothing_left(vllm)
+
+    def test_into_a_full_pool_costs_one_retry(self) -> None:
+        vllm = Scheduling(slots=4)
+        storing = vllm.arrive("s", chunks("other", 4))
+        vllm.begin_store(storing, storing.keys)
+        request = vllm.ask(4, a=4)
+        assert [vllm.attempt(request), vllm.attempt(request)] == [None, 0]
+        assert vllm.tier.fetches == []
+
+
+def test_three_donors_may_fail_a_request(vllm: Scheduling) -> None:
+    request = vllm.ask(6, a=6, b=6, c=6, d=6)
+    for _ in range(3):
+        assert vllm.attempt(request) is None
+        vllm.tier.end(vllm.tier.fetches[-1], 0)
+    assert vllm.attempt(request) == 0
+    assert len({fetch.source for fetch in vllm.tier.fetches}) == 3
+
 
 def test_rows_of_a_fetch_that_cannot_begin_are_free_again(
     vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = chunks("prompt", 4)
-    vllm.tier.peers_hold(a=keys)
-
-    def fail(*_: object) -> float:
-        raise ArithmeticError("no patience")
-
-    monkeypatch.setattr(vllm.manager.cost_model, "patience", fail)
-    request = vllm.arrive("r", keys)
+    monkeypatch.setattr(vllm.manager.cost_model, "patience", Mock(side_effect=ArithmeticError))
+    request = vllm.ask(4, a=4)
     assert vllm.attempt(request) is None
     assert vllm.pool.counts().filling == 0
     assert vllm.manager.stats()["scheduler_errors"] == 1
@@ -281,8 +223,7 @@ class TestPeerThatFails:
 
     def ask(self, vllm: Scheduling, name: str) -> str | None:
         """One request; the donor that it waited for, if any."""
-        keys = chunks(name, 6)
-        request = vllm.arrive(name, keys)
+        request = vllm.arrive(name, chunks(name, 6))
         waited = vllm.attempt(request) is None
         fetch = vllm.tier.fetches[-1] if vllm.tier.fetches else None
         if waited and fetch is not None:
@@ -299,13 +240,16 @@ class TestPeerThatFails:
     @pytest.fixture
     def vllm(self) -> Scheduling:
         self.is_broken = True
-        vllm = Scheduling(slots=512)
-        self.holders = ["a"]
-        return vllm
+        return Scheduling(slots=512)
 
     def hold(self, vllm: Scheduling, peers: str) -> None:
         keys = [key for number in range(100) for key in chunks(f"{number}", 6)]
         vllm.tier.peers_hold(**dict.fromkeys(peers, keys))
+
+    def fails(self, vllm: Scheduling) -> None:
+        """Two requests wait for the peer in vain."""
+        self.hold(vllm, "a")
+        assert [self.ask(vllm, name) for name in "01"] == ["a", "a"]
 
     def test_costs_two_requests_their_time(self, vllm: Scheduling) -> None:
         self.hold(vllm, "a")
@@ -318,9 +262,7 @@ class TestPeerThatFails:
         assert donors[4:] == 16 * ["b"]
 
     def test_is_probed_by_a_request_that_computes(self, vllm: Scheduling) -> None:
-        self.hold(vllm, "a")
-        for number in range(2):
-            self.ask(vllm, f"{number}")
+        self.fails(vllm)
         began = len(vllm.tier.fetches)
         assert self.ask(vllm, "2") is None
         assert len(vllm.tier.fetches) == began, "not at once"
@@ -333,9 +275,7 @@ class TestPeerThatFails:
 
     def test_nobody_waits_for_a_probe(self, vllm: Scheduling) -> None:
         """Not even a request that could use the chunk."""
-        self.hold(vllm, "a")
-        for number in range(2):
-            self.ask(vllm, f"{number}")
+        self.fails(vllm)
         vllm.clock.now += 1.0
         assert vllm.attempt(vllm.arrive("probing", chunks("2", 6))) == 0
         probe = vllm.tier.fetches[-1]
@@ -347,9 +287,7 @@ class TestPeerThatFails:
         assert probe.state is FetchState.PENDING
 
     def test_is_used_again_after_a_probe(self, vllm: Scheduling) -> None:
-        self.hold(vllm, "a")
-        for number in range(2):
-            self.ask(vllm, f"{number}")
+        self.fails(vllm)
         self.is_broken = False
         vllm.clock.now += 1.0
         assert [self.ask(vllm, f"{number}") for number in (2, 3, 4)] == [None, "a", "a"]
@@ -373,19 +311,12 @@ class TestSeveralDonors:
         for number in range(4):  # the first fetch from each opens a link
             other = chunks(f"other {number}", 6)
             vllm.tier.peers_hold(**{"ab"[number % 2]: other})
-            earlier = vllm.arrive(f"earlier {number}", other)
-            vllm.attempt(earlier)
-            vllm.tier.end(vllm.tier.fetches[-1])
-            vllm.attempt(earlier)
-            vllm.finish(earlier)
-            vllm.end_step()
-        keys = chunks("prompt", 6)
-        vllm.tier.peers_hold(a=keys, b=keys)
-        request = vllm.arrive("r", keys)
+            vllm.fetch_and_finish(vllm.arrive(f"earlier {number}", other))
+        request = vllm.ask(6, a=6, b=6)
         assert vllm.attempt(request) is None
         first, second = vllm.tier.fetches[4:]
         assert {first.source, second.source} == {"a", "b"}
-        assert [row.key for row in first.rows + second.rows] == keys
+        assert [row.key for row in first.rows + second.rows] == request.keys
         return request, first, second
 
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -397,10 +328,7 @@ class TestSeveralDonors:
         assert vllm.attempt(request) is None
         vllm.tier.end(fetches[order[1]])
         assert vllm.attempt(request) == 6
-        vllm.schedule(request, 6)
-        vllm.end_step()
-        vllm.loaded(request, 6)
-        vllm.finish(request)
+        vllm.load_and_finish(request, 6)
         assert vllm.manager.stats()["hits"]["remote"] == 6 * CHUNK
         assert_nothing_left(vllm)
 

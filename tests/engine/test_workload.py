@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.engine.scheduling import CHUNK, ROW_BYTES, SERVING, Request, Scheduling, chunks
-from tests.engine.vllm_scheduler import BLOCK_TOKENS, NOBODY, Engine, engine_config
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, NOBODY, Engine, MakeEngine
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.keys import Group, Layout
@@ -93,27 +91,12 @@ class TestMissingTokens:
     def test_are_none_in_an_idle_engine(self, engine: Counted) -> None:
         assert engine.load() == Load(SERVING, prefill_tokens=0, prefill_s=None, requests=0)
 
-    def test_are_those_that_vllm_neither_has_nor_loads(self, engine: Counted) -> None:
-        request = engine.arrive("r", [])
-        engine.found(request, 1000, have=300)
-        assert engine.load().prefill_tokens == 700
-        engine.manager.count_prompt("r", 1000, 400)
-        assert engine.load().prefill_tokens == 300
-
     def test_are_those_of_all_requests(self, engine: Counted) -> None:
         engine.start("r", 1000)
         engine.start("s", 500, have=100)
         assert engine.load().prefill_tokens == 1400
-
-    def test_become_fewer_as_steps_compute_them(self, engine: Counted) -> None:
-        engine.start("r", 1000)
-        engine.start("s", 500)
-        engine.step(r=600)
-        assert engine.load().prefill_tokens == 900
-        engine.step(r=400, s=200)
-        assert engine.load().prefill_tokens == 300
-        engine.step(s=300)
-        assert engine.load().prefill_tokens == 0
+        engine.step(r=1000, s=200)
+        assert engine.load().prefill_tokens == 200
 
     def test_count_until_their_step_has_ended(self, engine: Counted) -> None:
         """With asynchronous scheduling, the next one has begun by then."""
@@ -164,10 +147,6 @@ class TestMissingTokens:
         engine.found(request, 1000, have=0)
         engine.step_ends()
         assert engine.load().prefill_tokens == 1000
-
-    def test_of_a_step_that_began_before_us_are_none(self, engine: Counted) -> None:
-        engine.step_ends()
-        assert engine.load().prefill_tokens == 0
 
 
 class TestSeconds:
@@ -224,20 +203,6 @@ class TestSeconds:
 
 
 class TestKnownRequests:
-    def test_are_those_that_vllm_has_looked_at(self, engine: Counted) -> None:
-        """How much other requests lack is not known."""
-        request = engine.arrive("r", [])
-        assert (engine.load().known, engine.load().requests) == ((), 1)
-        engine.found(request, 1000)
-        assert (engine.load().known, engine.load().requests) == (("r",), 1)
-
-    def test_stay_known_until_they_end(self, engine: Counted) -> None:
-        request = engine.start("r", 1000)
-        engine.step(r=1000)
-        assert engine.load().known == ("r",)
-        engine.finish(request)
-        assert engine.load().known == ()
-
     def test_go_by_the_ids_that_their_clients_know(self, engine: Counted) -> None:
         """vLLM appends to an id, and prepends a number where a request wants several answers."""
         asked: Any = SimpleNamespace(
@@ -297,13 +262,7 @@ class TestRates:
                 keys = chunks(f"prompt {peer} {number}", count)
                 engine.tier.peers_hold(**{peer: keys})
                 request = engine.arrive(f"{peer} {number}", keys)
-                assert engine.attempt(request) is None
-                fetch = engine.tier.fetches[-1]
-                fetch.transport = "gloo"
-                engine.tier.end(fetch, seconds=scale * (0.1 + 0.01 * count))
-                assert engine.attempt(request) == count
-                engine.finish(request)
-                engine.end_step()
+                engine.fetch_and_finish(request, scale * (0.1 + 0.01 * count))
         rates = engine.load().rates
         assert rates == pytest.approx((1 / SPEED, 0.0, 0.2, 0.02 / ROW_BYTES))
 
@@ -328,13 +287,6 @@ class TestPrompts:
         (prompt,) = engine.prompts()
         assert (prompt.request, prompt.tokens) == ("r", 3 * CHUNK + 7)
         assert unpack(prompt.keys, SHORT_KEY) == [key[-SHORT_KEY:] for key in keys]
-        assert engine.prompts() == ()
-
-    def test_are_not_reported_again_after_a_preemption(self, engine: Counted) -> None:
-        request = engine.start("r", 1000)
-        assert len(engine.prompts()) == 1
-        engine.found(request, 1300)
-        engine.manager.count_prompt("r", 1000, 0)
         assert engine.prompts() == ()
 
     def test_have_no_keys_if_they_have_no_whole_chunk(self, engine: Counted) -> None:
@@ -376,14 +328,6 @@ class TestPrompts:
         assert names == [f"r{number}" for number in range(1, MAX_PROMPTS + 1)]
 
 
-def vllm_engine(
-    folder: Path, caches: KVCacheConfig, monkeypatch: pytest.MonkeyPatch, **arguments: Any
-) -> Engine:
-    """Computes at most four blocks in a step."""
-    limits = {"max_num_batched_tokens": 4 * BLOCK_TOKENS, "max_num_seqs": 4, **arguments}
-    return Engine(engine_config(folder, **limits), caches, monkeypatch)
-
-
 def load_of(engine: Engine) -> Load:
     return check_load(engine.own.manager.workload.load())
 
@@ -394,10 +338,12 @@ def prompts_of(engine: Engine) -> list[str]:
 
 
 class TestVllm:
-    def test_has_to_compute_a_prompt_until_its_steps_have_ended(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+    @pytest.fixture
+    def engine(self, make_engine: MakeEngine) -> Engine:
+        """Computes at most four blocks in a step."""
+        return make_engine(max_num_batched_tokens=4 * BLOCK_TOKENS, max_num_seqs=4)
+
+    def test_has_to_compute_a_prompt_until_its_steps_have_ended(self, engine: Engine) -> None:
         engine.ask("r", range(300), tokens=3)
         assert (load_of(engine).known, load_of(engine).requests) == ((), 1)
         assert prompts_of(engine) == []
@@ -409,12 +355,9 @@ class TestVllm:
         assert prompts_of(engine) == ["r"]
         assert (load_of(engine).prefill_tokens, load_of(engine).requests) == (0, 1)
         engine.run()
-        assert load_of(engine).requests == 0
+        assert (load_of(engine).known, load_of(engine).requests) == ((), 0)
 
-    def test_has_to_compute_no_more_of_a_prompt_than_it_misses(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+    def test_has_to_compute_no_more_of_a_prompt_than_it_misses(self, engine: Engine) -> None:
         engine.ask("first", range(300), tokens=3)
         engine.run()
         engine.ask("longer", range(410), tokens=3)
@@ -428,9 +371,10 @@ class TestVllm:
         assert load_of(engine).prefill_tokens == 410 - 384, "of the pool's chunks"
 
     def test_has_not_looked_at_requests_for_which_it_has_no_place(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+        self, make_engine: MakeEngine
     ) -> None:
-        engine = vllm_engine(model_folder, cache_config, monkeypatch, max_num_seqs=1)
+        """How much they lack is not known."""
+        engine = make_engine(max_num_seqs=1)
         engine.ask("first", range(100), tokens=3)
         engine.ask("second", range(100, 200), tokens=3)
         step = engine.begin_step()
@@ -439,10 +383,7 @@ class TestVllm:
         engine.end_step(step)
         engine.run()
 
-    def test_tells_for_how_many_tokens_it_has_free_blocks(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+    def test_tells_for_how_many_tokens_it_has_free_blocks(self, engine: Engine) -> None:
         assert load_of(engine).free_tokens == 15 * BLOCK_TOKENS
         engine.ask("r", range(100), tokens=3)
         engine.step()
@@ -451,10 +392,7 @@ class TestVllm:
         engine.step()  # in which the last store ends
         assert load_of(engine).free_tokens == 15 * BLOCK_TOKENS
 
-    def test_neither_counts_nor_holds_what_another_replica_prefills(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+    def test_neither_counts_nor_holds_what_another_replica_prefills(self, engine: Engine) -> None:
         engine.own.tier.peers_hold(a=[])
         engine.ask("reads", range(1000, 1100), tokens=50)
         engine.step()
@@ -470,10 +408,7 @@ class TestVllm:
         assert load_of(engine).prefill_tokens == 300, "the other one is late"
         engine.end_step(step)
 
-    def test_computes_a_preempted_prompt_again(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+    def test_computes_a_preempted_prompt_again(self, engine: Engine) -> None:
         for number in range(4):
             engine.ask(f"r{number}", range(300 * number, 300 * number + 100), tokens=100)
         resumed: dict[str, int] = {}
@@ -489,10 +424,7 @@ class TestVllm:
         assert (load.prefill_tokens, load.requests) == (0, 0)
         assert sorted(prompts_of(engine)) == ["r0", "r1", "r2", "r3"], "each once"
 
-    def test_counts_chunks_of_the_group_whose_keys_it_reports(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = vllm_engine(model_folder, cache_config, monkeypatch)
+    def test_counts_chunks_of_the_group_whose_keys_it_reports(self, engine: Engine) -> None:
         assert load_of(engine).serving._replace(mark_key="") == Serving(
             CHUNK, ROW_BYTES, None, "auto", 100
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,17 +19,19 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from tests.engine.any_version import called
 from tests.engine.scheduling import ROW_BYTES, Scheduling
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine.connector import XavierConnector
@@ -42,6 +43,8 @@ from xinference_xavier.pool.pool import Pool
 
 BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"
+Hasher = Callable[[Request], list[BlockHash]]
+"""Gives a request the hashes of its blocks."""
 
 
 def engine_config(
@@ -50,31 +53,97 @@ def engine_config(
     extra: Mapping[str, Any] = {},
     **arguments: Any,
 ) -> VllmConfig:
-    """`arguments` are vLLM's, `extra` more of its connector's configuration."""
+    """`arguments` are vLLM's, other than these or more; `extra` is for its connector."""
     xavier = XavierConfig("model", NOBODY, pool_bytes=1 << 26, chunk_tokens=chunk_tokens)
     transfer = kv_transfer_config(xavier)
     transfer["kv_connector_extra_config"] |= extra
-    return EngineArgs(
-        model=str(folder),
-        dtype="float32",
-        block_size=BLOCK_TOKENS,
-        enforce_eager=True,
-        max_model_len=2048,
-        skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(**transfer),
+    all_arguments = {
+        "model": str(folder),
+        "dtype": "float32",
+        "block_size": BLOCK_TOKENS,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "skip_tokenizer_init": True,
+        "kv_transfer_config": KVTransferConfig(**transfer),
         **arguments,
-    ).create_engine_config()
+    }
+    return EngineArgs(**all_arguments).create_engine_config()
 
 
-@cache
-def _parameters(function: Callable[..., Any]) -> Collection[str]:
-    return inspect.signature(function).parameters.keys()
+def slide_one_layer(caches: KVCacheConfig, window: int) -> None:
+    """The second of two layers attends to the last `window` tokens, and has a group of its own."""
+    (group,) = caches.kv_cache_groups
+    full = group.kv_cache_spec
+    shape = ("block_size", "num_kv_heads", "head_size", "dtype")
+    sliding = SlidingWindowSpec(
+        **{name: getattr(full, name) for name in shape}, sliding_window=window
+    )
+    caches.kv_cache_groups = [
+        KVCacheGroupSpec(group.layer_names[:1], full),
+        KVCacheGroupSpec(group.layer_names[1:], sliding),
+    ]
 
 
-def called(function: Callable[..., Any], **arguments: Any) -> Any:
-    """With those of the `arguments` that the installed version takes."""
-    taken = _parameters(function)
-    return function(**{name: value for name, value in arguments.items() if name in taken})
+def hasher_of(config: VllmConfig, block_tokens: int) -> Hasher:
+    """Made as an engine does when it starts."""
+    digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(digest)
+    return get_request_block_hasher(block_tokens, digest)
+
+
+def scheduler_of(
+    config: VllmConfig, caches: KVCacheConfig, kind: type[Scheduler] = Scheduler
+) -> tuple[Scheduler, int]:
+    """vLLM's scheduler, made as an engine does, and the number of tokens for each hash."""
+    config.cache_config.num_gpu_blocks = caches.num_blocks
+    block, hashed = resolve_kv_cache_block_sizes(caches, config)
+    scheduler = kind(
+        vllm_config=config,
+        kv_cache_config=caches,
+        structured_output_manager=Mock(**{"should_advance.return_value": False}),
+        block_size=block,
+        hash_block_size=hashed,
+    )
+    return scheduler, hashed
+
+
+def request_of(
+    req_id: str, prompt: Sequence[int], answer: int, hasher: Hasher, salt: str | None = None
+) -> Request:
+    """`answer` is its number of tokens."""
+    return called(
+        Request,
+        request_id=req_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=0.0,
+        cache_salt=salt,
+        block_hasher=hasher,
+    )
+
+
+def starts_of(step: SchedulerOutput) -> dict[str, int]:
+    """The number of tokens that each request of the step has computed before."""
+    cached = step.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def output_of(
+    sampled: Mapping[str, list[int]], of_connector: KVConnectorOutput
+) -> ModelRunnerOutput:
+    """Of a step in which each request answered the tokens `sampled`."""
+    return called(
+        ModelRunnerOutput,
+        req_ids=list(sampled),
+        req_id_to_index={req_id: index for index, req_id in enumerate(sampled)},
+        sampled_token_ids=list(sampled.values()),
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=of_connector,
+    )
 
 
 def probes_of(
@@ -120,35 +189,15 @@ class Engine:
             return self.own.manager
 
         monkeypatch.setattr(XavierSpec, "get_manager", manager)
-        config.cache_config.num_gpu_blocks = caches.num_blocks
-        block, hashed = resolve_kv_cache_block_sizes(caches, config)
-        self.scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=caches,
-            structured_output_manager=Mock(**{"should_advance.return_value": False}),
-            block_size=block,
-            hash_block_size=hashed,
-        )
+        self.scheduler, hashed = scheduler_of(config, caches)
         assert isinstance(self.scheduler.connector, XavierConnector)
         self.connector = self.scheduler.connector
-        digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(digest)
-        self._hasher = get_request_block_hasher(hashed, digest)
+        self.hasher = hasher_of(config, hashed)
         self.stored_blocks: list[int] = []
         self._done: dict[int, int] = {}
 
     def ask(self, req_id: str, prompt: Sequence[int], tokens: int) -> None:
-        self.scheduler.add_request(
-            called(
-                Request,
-                request_id=req_id,
-                prompt_token_ids=list(prompt),
-                sampling_params=SamplingParams(max_tokens=tokens, ignore_eos=True),
-                pooling_params=None,
-                arrival_time=0.0,
-                block_hasher=self._hasher,
-            )
-        )
+        self.scheduler.add_request(request_of(req_id, prompt, tokens, self.hasher))
 
     def step(self) -> SchedulerOutput:
         scheduled = self.begin_step()
@@ -167,23 +216,12 @@ class Engine:
         ended, self._done = self._done, dict.fromkeys(metadata.store_jobs, 1)
         self._done |= dict.fromkeys(metadata.load_jobs, 1)
         loaded = {job.req_id for job in metadata.load_jobs.values()}
-        req_ids = list(scheduled.num_scheduled_tokens)
-        self.scheduler.update_from_output(
-            scheduled,
-            called(
-                ModelRunnerOutput,
-                req_ids=req_ids,
-                req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
-                sampled_token_ids=[self._sampled(req_id) for req_id in req_ids],
-                logprobs=None,
-                prompt_logprobs_dict={},
-                pooler_output=[],
-                kv_connector_output=KVConnectorOutput(
-                    finished_recving=loaded,
-                    kv_connector_worker_meta=OffloadingWorkerMetadata(ended) if ended else None,
-                ),
-            ),
+        sampled = {req_id: self._sampled(req_id) for req_id in scheduled.num_scheduled_tokens}
+        of_connector = KVConnectorOutput(
+            finished_recving=loaded,
+            kv_connector_worker_meta=OffloadingWorkerMetadata(ended) if ended else None,
         )
+        self.scheduler.update_from_output(scheduled, output_of(sampled, of_connector))
 
     def _sampled(self, req_id: str) -> list[int]:
         request = self.scheduler.requests[req_id]
@@ -196,3 +234,7 @@ class Engine:
     def run(self) -> None:
         while self.scheduler.has_requests():
             self.step()
+
+
+MakeEngine = Callable[..., Engine]
+"""Takes what `engine_config` takes after the folder."""

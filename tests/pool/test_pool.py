@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+import pytest
+from hypothesis import given, settings
 
-from xinference_xavier.pool.pool import Pool, Row, RowState, flush, shared_keys
+from xinference_xavier.pool.eviction import Protection
+from xinference_xavier.pool.pool import Pool, Row, RowState, flush, protect, shared_keys
 
 SLOTS = 6
 KEYS = st.sampled_from([bytes([n]) for n in range(12)])
 KEY_LISTS = st.lists(KEYS, max_size=8, unique=True)
+CHECKSUMS = st.integers(0, 9)
+STEPS = 50
 
 
-class PoolAgainstModel(RuleBasedStateMachine):
+class PoolAgainstModel:
     """The model: a list of rows per state; `idle` has the least recently used first, of the READY
-    ones. No row here is redundant or protected; see `test_eviction.py` for those."""
+    ones. No row here is redundant or protected; see `test_eviction.py` for those. `draw` decides
+    what is left to chance."""
 
-    writing = Bundle("writing")
-    reading = Bundle("reading")
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+        self.draw = draw
         self.pool = Pool(SLOTS, records_changes=True)
+        self.writing: list[Row] = []  # reserved, and neither committed nor aborted yet
+        self.ended: list[Row] = []  # aborted
         self.told: set[bytes] = set()  # keys of the changes so far
         self.filling: list[Row] = []
         self.idle: list[Row] = []
         self.flushed: list[Row] = []  # unpinned
         self.pinned: list[Row] = []  # once per pin
         self.quarantined: list[Row] = []  # without a reader
+
+    def go_on(self) -> None:
+        """One of the events that are possible now, more often those that fill the pool."""
+        steps = [*6 * [self.reserve], *2 * [self.pin], self.touch, self.set_checksum]
+        steps += [self.take_changes, self.restart_changes, self.flush, self.reset]
+        if self.writing:
+            steps = [*12 * [self.commit], self.abort, self.quarantine, *steps]
+        if self.pinned:
+            steps += 4 * [self.unpin]
+        if self.pinned or self.ended:
+            steps += [self.pin_row, self.share_row, self.end_what_is_not_being_written]
+        self.draw(st.sampled_from(steps))()
+
+    def one_of(self, rows: Sequence[Row]) -> Row:
+        row: Row = self.draw(st.sampled_from(rows))
+        return row
 
     def held(self) -> set[bytes]:
         return {row.key for row in (*self.filling, *self.idle, *self.live())}
@@ -47,8 +68,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
         rows = (*self.filling, *self.idle, *self.pinned, *self.quarantined)
         return {row.slot for row in rows}
 
-    @rule(target=writing, keys=KEY_LISTS, before=st.none() | st.lists(KEYS, unique=True))
-    def reserve(self, keys: list[bytes], before: list[bytes] | None):  # type: ignore[no-untyped-def]
+    def reserve(self) -> None:
+        some = st.lists(KEYS, unique=True) | st.permutations([row.key for row in self.idle])
+        keys, before = self.draw(KEY_LISTS), self.draw(st.none() | some)
         prefix = [] if before is None else [*dict.fromkeys([*before, *keys])]
         held, in_use = self.held(), self.in_use()
         free = SLOTS - len(in_use)
@@ -71,26 +93,25 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert not taken & {row.slot for row in self.flushed}
         assert not set(expected) & {row.key for row in self.flushed}
         self.filling += rows
-        return multiple(*rows)
+        self.writing += rows
 
-    @rule(row=consumes(writing), checksum=st.none() | st.integers(0, 9), pins=st.integers(0, 2))
-    def commit(self, row: Row, checksum: int | None, pins: int) -> None:
+    def commit(self) -> None:
+        row, pins = self.one_of(self.writing), self.draw(st.sampled_from([0, 0, 0, 1, 2]))
         live = row in self.filling
-        assert self.pool.commit(row, checksum, pins) == live
+        assert self.pool.commit(row, self.draw(st.none() | CHECKSUMS), pins) == live
         if not live:  # there was a reset or a quarantine
-            self.abort(row)
             return
+        self.writing.remove(row)
         self.filling.remove(row)
-        if pins:
-            self.pinned += [row] * pins
-            self.pool.unpin([row] * pins)
-            for _ in range(pins):
-                self.pinned.remove(row)
-        self.idle.append(row)
+        self.pinned += [row] * pins
+        if not pins:
+            self.idle.append(row)
         assert self.pool.lookup(row.key) is row
 
-    @rule(row=consumes(writing))
-    def abort(self, row: Row) -> None:
+    def abort(self) -> None:
+        row = self.one_of(self.writing)
+        self.writing.remove(row)
+        self.ended.append(row)
         self.pool.abort(row)
         if row in self.filling:
             self.filling.remove(row)
@@ -98,22 +119,30 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.quarantined.remove(row)
         assert row.state is RowState.FREE
 
-    @rule(row=writing)
-    def quarantine(self, row: Row) -> None:
+    def quarantine(self) -> None:
+        row = self.one_of(self.writing)
         self.pool.quarantine(row)
         if row in self.filling:
             self.filling.remove(row)
             self.quarantined.append(row)
 
-    @rule(target=reading, keys=KEY_LISTS, shared=st.booleans())
-    def pin(self, keys: list[bytes], shared: bool):  # type: ignore[no-untyped-def]
+    def end_what_is_not_being_written(self) -> None:
+        """It does no harm, even if another row has the slot by now."""
+        row = self.one_of([*self.pinned, *self.ended])
+        self.pool.abort(row)
+        self.pool.quarantine(row)
+        assert not self.pool.commit(row)
+
+    def pin(self) -> None:
+        """Flushed rows, too: the scheduler pins by key what it looked up in the same step."""
+        here = st.permutations([row.key for row in (*self.idle, *self.flushed)])
+        keys, shared = self.draw(here | KEY_LISTS), self.draw(st.booleans())
         run = self.pool.pin_shared(keys) if shared else self.pool.pin(keys)
         rows = self.ready() if shared else [*self.idle, *self.flushed, *self.live()]
         found = {row.key: row for row in rows if not shared or row.checksum is not None}
         assert run == [found[key] for key in takewhile(found.__contains__, keys)]
         for row in run:
             self.pins(row)
-        return multiple(*run)
 
     def pins(self, row: Row) -> None:
         for unpinned in (self.idle, self.flushed):
@@ -121,18 +150,20 @@ class PoolAgainstModel(RuleBasedStateMachine):
                 unpinned.remove(row)
         self.pinned.append(row)
 
-    @rule(target=reading, row=reading)
-    def pin_row(self, row: Row):  # type: ignore[no-untyped-def]
+    def pin_row(self) -> None:
         """Any handle, old or new: only a READY row can be pinned."""
+        row = self.one_of([*self.pinned, *self.ended])
         ready = row in self.ready()
         assert self.pool.pin_row(row) == ready
-        if not ready:
-            return multiple()
-        self.pins(row)
-        return row
+        if ready:
+            self.pins(row)
 
-    @rule(row=consumes(reading))
-    def unpin(self, row: Row) -> None:
+    def share_row(self) -> None:
+        row = self.one_of([*self.pinned, *self.ended])
+        assert self.pool.set_checksum(row, self.draw(CHECKSUMS)) == (row in self.ready())
+
+    def unpin(self) -> None:
+        row = self.one_of(self.pinned)
         self.pool.unpin([row])
         self.pinned.remove(row)
         if row not in self.pinned and row.state is RowState.READY:
@@ -140,8 +171,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         if row not in self.pinned and row.state is RowState.FLUSHED:
             self.flushed.append(row)
 
-    @rule(keys=KEY_LISTS)
-    def touch(self, keys: list[bytes]) -> None:
+    def touch(self) -> None:
+        keys = self.draw(KEY_LISTS)
         self.pool.touch(keys)
         for key in keys:
             for row in self.idle:
@@ -150,14 +181,12 @@ class PoolAgainstModel(RuleBasedStateMachine):
                     self.idle.append(row)
                     break
 
-    @rule(key=KEYS, checksum=st.integers(0, 9))
-    def set_checksum(self, key: bytes, checksum: int) -> None:
-        row = self.pool.lookup(key)
+    def set_checksum(self) -> None:
+        row, checksum = self.pool.lookup(self.draw(KEYS)), self.draw(CHECKSUMS)
         if row is not None:
             assert self.pool.set_checksum(row, checksum)
             assert row.checksum == checksum
 
-    @rule()
     def flush(self) -> None:
         rows = self.ready()
         assert set(flush(self.pool)) == {row.key for row in rows}
@@ -165,8 +194,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.flushed += self.idle
         self.idle = []
 
-    @rule(later=st.sets(KEYS, max_size=2))
-    def take_changes(self, later: set[bytes]) -> None:
+    def take_changes(self) -> None:
+        later = self.draw(st.sets(KEYS, max_size=2))
         came, went = self.pool.take_changes(later)
         assert self.told.isdisjoint(came)
         assert self.told.issuperset(went)
@@ -175,32 +204,25 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.told <= ready
         assert ready - self.told <= later
 
-    @rule()
     def restart_changes(self) -> None:
         self.pool.restart_changes()
         self.told.clear()
 
-    @rule()
     def reset(self) -> None:
         self.pool.reset()
         self.quarantined += self.filling
         self.filling, self.idle, self.flushed = [], [], []
         assert not shared_keys(self.pool)
 
-    @invariant()
-    def no_slot_has_two_rows(self) -> None:
+    def check(self) -> None:
+        """No slot has two rows, there are at most two changes for each, and counts and lookups
+        agree with the model."""
         rows = {*self.filling, *self.idle, *self.flushed, *self.pinned, *self.quarantined}
         assert len({row.slot for row in rows}) == len(rows)
         assert all(row.state is RowState.FILLING for row in self.filling)
         assert all(row.state is RowState.READY for row in self.idle)
-
-    @invariant()
-    def there_are_at_most_two_changes_for_each_slot(self) -> None:
         assert self.pool.changes is not None
         assert len(self.pool.changes) <= 2 * SLOTS
-
-    @invariant()
-    def counts_and_lookups_agree(self) -> None:
         live, ready = self.live(), self.ready()
         counts = self.pool.counts()
         pinned = set(self.pinned)
@@ -218,8 +240,13 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert set(shared_keys(self.pool)) == shared
 
 
-TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
+@settings(max_examples=100, derandomize=True)
+@given(st.data())
+def test_the_pool_does_what_the_model_does(data: st.DataObject) -> None:
+    model = PoolAgainstModel(data.draw)
+    for _ in range(STEPS):
+        model.go_on()
+        model.check()
 
 
 def ready(pool: Pool, *keys: bytes) -> list[Row]:
@@ -227,24 +254,6 @@ def ready(pool: Pool, *keys: bytes) -> list[Row]:
     for row in rows:
         assert pool.commit(row, checksum=0)
     return rows
-
-
-def test_the_least_recently_used_row_goes_first() -> None:
-    pool = Pool(3)
-    ready(pool, b"a", b"b", b"c")
-    pool.touch([b"a"])
-    assert pool.reserve([b"d"]).evicted == [b"b"]
-    assert pool.lookup(b"a") is not None
-
-
-def test_the_tail_that_does_not_fit_is_dropped() -> None:
-    """A chunk is useless without its prefix, so the prefix is never evicted for it."""
-    pool = Pool(3)
-    prefix = [b"1", b"2", b"3", b"4", b"5"]
-    ready(pool, b"1", b"2")
-    rows, evicted = pool.reserve(prefix, prefix)
-    assert [row.key for row in rows] == [b"3"]
-    assert evicted == []
 
 
 def test_a_few_rows_are_evicted_before_they_are_needed() -> None:
@@ -266,38 +275,12 @@ def test_flushed_rows_go_before_they_are_needed_too() -> None:
     assert [row.state for row in rows[100:102]] == [RowState.FREE, RowState.FREE]
 
 
-def test_a_pinned_row_is_not_evicted_however_often_it_was_pinned() -> None:
-    pool = Pool(1)
-    (row,) = ready(pool, b"a")
-    pool.pin([b"a"])
-    pool.pin([b"a"])
-    pool.unpin([row])
-    assert pool.reserve([b"b"]) == ([], [])
-    pool.unpin([row])
-    assert pool.reserve([b"b"]).evicted == [b"a"]
-
-
-def test_a_run_is_pinned_up_to_the_first_gap() -> None:
-    pool = Pool(4)
-    ready(pool, b"a", b"b", b"d")
-    assert [row.key for row in pool.pin([b"a", b"b", b"c", b"d"])] == [b"a", b"b"]
-    assert pool.counts().pinned == 2
-
-
 def test_a_prefix_is_evicted_from_its_end() -> None:
     pool = Pool(4)
     ready(pool, b"1", b"2", b"3")
     ready(pool, b"other")
     pool.unpin(pool.pin_shared([b"1", b"2", b"3"]))
     assert pool.reserve([b"a", b"b", b"c"]).evicted == [b"other", b"3", b"2"]
-
-
-def test_redundant_rows_of_the_older_half_go_first() -> None:
-    pool = Pool(6)
-    ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
-    redundant = (b"b", b"f")
-    evicted = pool.reserve([b"x", b"y"], redundant=lambda row: row.key in redundant).evicted
-    assert evicted == [b"b", b"a"]
 
 
 def test_a_row_that_a_peer_copies_is_an_original() -> None:
@@ -311,118 +294,6 @@ def test_a_row_that_a_peer_copies_is_an_original() -> None:
     assert [row.replicated_from for row in rows] == ["peer", None, "peer"]
 
 
-def test_only_rows_with_a_checksum_are_shared() -> None:
-    pool = Pool(2)
-    ready(pool, b"a")
-    (row,) = pool.reserve([b"b"]).rows
-    pool.commit(row)
-    assert shared_keys(pool) == [b"a"]
-    assert pool.pin_shared([b"b"]) == []
-    assert pool.set_checksum(row, 7)
-    assert shared_keys(pool) == [b"a", b"b"]
-
-
-def test_a_slot_that_may_still_be_written_is_not_reused() -> None:
-    pool = Pool(2)
-    rows = pool.reserve([b"a", b"b"]).rows
-    pool.quarantine(*rows)
-    assert not pool.holds(b"a")
-    assert pool.reserve([b"c"]).rows == []
-    pool.abort(*rows)
-    assert len(pool.reserve([b"c", b"d"]).rows) == 2
-
-
-def test_rows_that_are_complete_are_neither_aborted_nor_put_in_quarantine() -> None:
-    pool = Pool(3)
-    rows = pool.reserve([b"a", b"b", b"c"]).rows
-    pool.commit(rows[0])
-    pool.quarantine(*rows[:2])
-    assert pool.counts() == (3, 1, 1, 0, 1)
-    pool.abort(*rows)
-    assert pool.counts() == (3, 1, 0, 0, 0)
-    assert pool.lookup(b"a") is rows[0]
-
-
-def test_after_a_reset_slots_wait_for_their_writers_and_readers() -> None:
-    pool = Pool(3)
-    ready(pool, b"read", b"idle")
-    (read,) = pool.pin([b"read"])
-    (written,) = pool.reserve([b"written"]).rows
-    pool.reset()
-    assert pool.counts() == (3, 0, 0, 1, 2)
-    assert not pool.commit(written), "written before the reset"
-    assert not pool.set_checksum(read, 1)
-    assert not pool.pin_row(read)
-    assert len(pool.reserve([b"x", b"y", b"z"]).rows) == 1
-    pool.abort(written)
-    pool.unpin([read])
-    assert len(pool.reserve([b"y", b"z"]).rows) == 2
-    assert pool.counts() == (3, 0, 3, 0, 0)
-
-
-def test_flushed_rows_are_misses_and_their_slots_are_reused_first() -> None:
-    pool = Pool(4)
-    rows = ready(pool, b"a", b"b")
-    (filling,) = pool.reserve([b"c"]).rows
-    assert flush(pool) == [b"a", b"b"]
-    assert flush(pool) == []
-    assert pool.lookup(b"a") is None
-    assert not pool.holds(b"a")
-    assert shared_keys(pool) == pool.pin_shared([b"a"]) == []
-    assert not pool.pin_row(rows[0])
-    assert not pool.set_checksum(rows[0], 2)
-    assert pool.counts() == (4, 0, 1, 0, 0)
-    assert pool.commit(filling), "a row that is being written is not flushed"
-    assert pool.lookup(b"c") is filling
-    reserved, evicted = pool.reserve([b"a", b"d", b"e"])
-    assert [row.key for row in reserved] == [b"a", b"d", b"e"]
-    assert evicted == [], "the tracker was told when they were flushed"
-    assert [row.state for row in rows] == [RowState.FREE, RowState.FREE]
-    assert pool.reserve([b"f"]).evicted == [b"c"]
-
-
-def test_a_row_looked_up_before_a_flush_can_still_be_loaded() -> None:
-    """The scheduler pins it by key, later in the same step."""
-    pool = Pool(1)
-    (row,) = ready(pool, b"a")
-    assert pool.lookup(b"a") is row
-    flush(pool)
-    assert pool.pin([b"a"]) == [row]
-    assert pool.holds(b"a")
-    assert pool.reserve([b"a", b"b"]) == ([], [])
-    assert pool.counts().pinned == 1
-    pool.unpin([row])
-    assert pool.counts().pinned == 0
-    (new,) = pool.reserve([b"a"]).rows
-    assert (row.state, new.slot) == (RowState.FREE, row.slot)
-
-
-def test_flushed_rows_are_forgotten_by_a_reset() -> None:
-    pool = Pool(2)
-    first, second = ready(pool, b"a", b"b")
-    flush(pool)
-    pool.pin([b"b"])
-    pool.reset()
-    assert first.state is RowState.FREE
-    assert second.state is RowState.QUARANTINED
-    pool.unpin([second])
-    assert pool.counts() == (2, 0, 0, 0, 0)
-    assert len(pool.reserve([b"d", b"e"]).rows) == 2
-
-
-def test_a_stale_handle_does_no_harm() -> None:
-    pool = Pool(1)
-    (old,) = ready(pool, b"a")
-    (new,) = pool.reserve([b"b"]).rows
-    assert new.slot == old.slot
-    pool.abort(old)
-    pool.quarantine(old)
-    assert not pool.commit(old)
-    assert not pool.pin_row(old)
-    assert pool.counts().filling == 1
-    assert pool.commit(new)
-
-
 def test_whoever_must_not_evict_takes_only_free_slots() -> None:
     """Nor those of flushed rows, which the evicting thread may have looked up."""
     pool = Pool(4)
@@ -433,3 +304,45 @@ def test_whoever_must_not_evict_takes_only_free_slots() -> None:
     assert [row.key for row in rows] == [b"c", b"d"]
     assert evicted == []
     assert len(pool.reserve([b"x", b"y", b"z"]).rows) == 2, "flushed rows go when others need them"
+
+
+# -- all rows of a pool ----------------------------------------------------------------------
+
+
+def test_only_rows_from_one_donor_are_flushed() -> None:
+    pool = Pool(3)
+    rows = ready(pool, b"a", b"b", b"c")
+    rows[1].origin = "peer"
+    assert flush(pool, lambda row: row.origin == "peer") == [b"b"]
+    assert [row.key for row in rows if pool.lookup(row.key)] == [b"a", b"c"]
+    assert pool.reserve([b"d", b"e"]).evicted == [b"a"]
+
+
+def test_others_get_their_turn_while_all_rows_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler thread must not wait for tens of thousands of rows."""
+    pool = Pool(6)
+    ready(pool, b"a", b"b", b"c", b"d", b"e", b"f")
+    ready_then: list[int] = []
+
+    def pause(seconds: float) -> None:
+        ready_then.append(pool.counts().ready)
+        pool.reserve([b"%d" % len(ready_then)])
+
+    monkeypatch.setattr("xinference_xavier.pool.pool.PORTION", 2)
+    monkeypatch.setattr("time.sleep", pause)
+    assert shared_keys(pool) == [b"a", b"b", b"c", b"d", b"e", b"f"]
+    assert ready_then == [6, 5, 4], "some were evicted in the pauses"
+    assert flush(pool) == [b"d", b"e", b"f"]
+    assert ready_then[3:] == [1, 0, 0]
+
+
+def test_rows_are_protected_now_or_later() -> None:
+    pool = Pool(3)
+    ready(pool, b"a", b"b")
+    protect(pool, [b"a", b"c"], Protection.FIRM)
+    ready(pool, b"c")
+    assert pool.reserve([b"d", b"e"]).evicted == [b"b"]
+    protect(pool, [b"a"], Protection.NONE)
+    assert pool.reserve([b"e"]).evicted == [b"a"]

@@ -12,8 +12,9 @@ import struct
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,30 @@ def region() -> Iterator[Region]:
     region.close()
 
 
+@pytest.fixture
+def server(region: Region, incarnation: str) -> Iterator[RegionServer]:
+    server = RegionServer(region, incarnation)
+    yield server
+    server.close()
+
+
+@contextmanager
+def another_process(
+    target: Callable[[Connection, str], None], incarnation: str
+) -> Iterator[tuple[Connection, BaseProcess]]:
+    """Runs `target`, at the other end of the pipe."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, incarnation), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield pipe, process
+    finally:
+        process.kill()
+        process.join()
+
+
 def _use(pipe: Connection, incarnation: str) -> None:
     """Another process of the engine, which writes rows on demand."""
     region = receive_region(incarnation, 30)
@@ -48,34 +73,23 @@ def _use(pipe: Connection, incarnation: str) -> None:
         pipe.send(os.fstat(region.fd).st_size)
 
 
+@pytest.mark.usefixtures("server")
 def test_processes_share_the_same_bytes(region: Region, incarnation: str) -> None:
-    server = RegionServer(region, incarnation)
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_use, args=(theirs, incarnation), daemon=True)
-    process.start()
-    try:
+    with another_process(_use, incarnation) as (pipe, _):
         assert pipe.recv() == (ROWS, ROW_BYTES)
         pipe.send((3, 77))
         assert pipe.recv() == ROWS * ROW_BYTES
         assert (region.row(3) == 77).all()
         assert not region.row(2).any()
         assert not region.row(4).any()
-    finally:
-        process.kill()
-        process.join()
-        server.close()
 
 
 @pytest.mark.parametrize("note", [b"", b'[{"backends": ["FLASH_ATTN"]}]', b"x" * 200_000])
 def test_a_note_comes_with_the_region(region: Region, incarnation: str, note: bytes) -> None:
-    server = RegionServer(region, incarnation, note)
-    try:
+    with closing(RegionServer(region, incarnation, note)):
         received = receive_region(incarnation, 30)
-        assert received.note == note
-        received.close()
-    finally:
-        server.close()
+    assert received.note == note
+    received.close()
 
 
 def test_the_server_may_start_after_the_receiver(region: Region, incarnation: str) -> None:
@@ -107,31 +121,8 @@ def listener(incarnation: str) -> socket.socket:
     return server
 
 
-@pytest.mark.parametrize(
-    ("header", "error"),
-    [
-        (struct.pack("!8sQQ", b"XAVIER99", ROWS, ROW_BYTES), "another format"),
-        (struct.pack("!8sQQ", b"XAVIER01", ROWS + 1, ROW_BYTES), "cannot hold 9 x 4096 bytes"),
-        (struct.pack("!8sQQ", b"XAVIER01", 0, ROW_BYTES), "cannot hold 0 x 4096 bytes"),
-        (b"XAVIER01", "sent no region"),
-    ],
-)
-def test_another_answer_is_refused_and_its_descriptor_closed(
-    region: Region, incarnation: str, header: bytes, error: str
-) -> None:
-    with listener(incarnation) as server:
-
-        def answer() -> None:
-            with server.accept()[0] as peer:
-                socket.send_fds(peer, [header], [region.fd])
-
-        serving = threading.Thread(target=answer)
-        serving.start()
-        before = descriptors_of(region.fd)
-        with pytest.raises(RegionError, match=error):
-            receive_region(incarnation, 30)
-        serving.join()
-        assert descriptors_of(region.fd) == before
+def whole() -> int:
+    return os.dup(Region.create(ROWS, ROW_BYTES).fd)
 
 
 def unsealed() -> int:
@@ -146,18 +137,29 @@ def plain_file() -> int:
     return fd
 
 
+def header(magic: bytes = b"XAVIER01", rows: int = ROWS) -> bytes:
+    return struct.pack("!8sQQ", magic, rows, ROW_BYTES)
+
+
 @pytest.mark.parametrize(
-    ("make", "error"),
+    ("header", "make", "error"),
     [
-        (unsealed, "the size of the offered region can be changed"),
-        (plain_file, "the offered descriptor is not a region"),
-        (lambda: os.open("/", os.O_RDONLY), "cannot hold"),
-        (lambda: os.open("/dev/null", os.O_RDWR), "cannot hold"),
+        (header(b"XAVIER99"), whole, "another format"),
+        (header(rows=ROWS + 1), whole, "cannot hold 9 x 4096 bytes"),
+        (header(rows=0), whole, "cannot hold 0 x 4096 bytes"),
+        (b"XAVIER01", whole, "sent no region"),
+        (header(), unsealed, "the size of the offered region can be changed"),
+        (header(), plain_file, "the offered descriptor is not a region"),
+        (header(), lambda: os.open("/", os.O_RDONLY), "cannot hold"),
+        (header(), lambda: os.open("/dev/null", os.O_RDWR), "cannot hold"),
     ],
-    ids=["unsealed", "file", "folder", "device"],
+    ids=[
+        *("another format", "too many rows", "no rows", "no sizes"),
+        *("unsealed", "file", "folder", "device"),
+    ],
 )
-def test_a_file_that_is_not_a_region_is_refused_and_closed(
-    incarnation: str, make: Callable[[], int], error: str
+def test_another_answer_is_refused_and_its_descriptor_closed(
+    incarnation: str, header: bytes, make: Callable[[], int], error: str
 ) -> None:
     """A file that shrinks would kill its users."""
     fd = make()
@@ -165,7 +167,6 @@ def test_a_file_that_is_not_a_region_is_refused_and_closed(
     with listener(incarnation) as server:
 
         def answer() -> None:
-            header = struct.pack("!8sQQ", b"XAVIER01", ROWS, ROW_BYTES)
             with server.accept()[0] as peer:
                 socket.send_fds(peer, [header], [fd])
 
@@ -202,16 +203,9 @@ def _serve_without_a_free_descriptor(pipe: Connection, incarnation: str) -> None
 
 
 def test_a_server_without_free_descriptors_serves_as_soon_as_it_has_some(incarnation: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(
-        target=_serve_without_a_free_descriptor, args=(theirs, incarnation), daemon=True
-    )
-    process.start()
-    theirs.close()
     received: list[Region] = []
     receiving = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))
-    try:
+    with another_process(_serve_without_a_free_descriptor, incarnation) as (pipe, _):
         assert pipe.recv() == "full"
         # The kernel may have reserved a descriptor for the first one.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
@@ -222,39 +216,35 @@ def test_a_server_without_free_descriptors_serves_as_soon_as_it_has_some(incarna
             receiving.join()
         assert [region.size for region in received] == [ROWS * ROW_BYTES]
         received[0].close()
-    finally:
-        process.kill()
-        process.join()
+
+
+def answer_to(incarnation: str) -> tuple[bytes, list[object]]:
+    """What the server sends to whoever asks: bytes and descriptors."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(region_module._socket_name(incarnation))
+        data, ancillary, _, _ = peer.recvmsg(100, socket.CMSG_LEN(4))
+    return data, [*ancillary]
 
 
 def _ask_as_nobody(pipe: Connection, incarnation: str) -> None:
     os.setuid(65534)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.connect(region_module._socket_name(incarnation))
-        data, ancillary, _, _ = peer.recvmsg(100, socket.CMSG_LEN(4))
+    answer = answer_to(incarnation)
     try:
         receive_region(incarnation, 30)
     except RegionError as error:
-        pipe.send((data, ancillary, str(error)))
+        pipe.send((answer, str(error)))
 
 
 if os.getuid() == 0:  # only root can become another user
 
-    def test_a_process_of_another_user_gets_no_descriptor(region: Region, incarnation: str) -> None:
+    def test_a_process_of_another_user_gets_no_descriptor(
+        server: RegionServer, incarnation: str
+    ) -> None:
         """Nor does it accept one."""
-        server = RegionServer(region, incarnation)
-        context = multiprocessing.get_context("spawn")
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=_ask_as_nobody, args=(theirs, incarnation), daemon=True)
-        process.start()
-        try:
+        with another_process(_ask_as_nobody, incarnation) as (pipe, _):
             assert pipe.poll(60)
-            data, ancillary, refusal = pipe.recv()
-        finally:
-            process.kill()
-            process.join()
-            server.close()
-        assert (data, ancillary) == (b"", [])
+            answer, refusal = pipe.recv()
+        assert answer == (b"", [])
         assert "runs as user 0, not as 65534" in refusal
         assert server.refused >= 1
 
@@ -273,13 +263,9 @@ def test_another_user_gets_no_descriptor(
     region: Region, incarnation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the server's side: the kernel reports another user than ours."""
-    server = RegionServer(region, incarnation)
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.connect(region_module._socket_name(incarnation))
-        data, ancillary, _, _ = peer.recvmsg(100, socket.CMSG_LEN(4))
-    server.close()
-    assert (data, ancillary) == (b"", [])
+    with closing(RegionServer(region, incarnation)) as server:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert answer_to(incarnation) == (b"", [])
     assert server.refused == 1
 
 
@@ -295,10 +281,11 @@ def test_a_server_of_another_user_is_refused(
 
 
 def test_two_engines_cannot_have_one_incarnation(region: Region, incarnation: str) -> None:
-    server = RegionServer(region, incarnation)
-    with pytest.raises(OSError, match="in use"):
+    with (
+        closing(RegionServer(region, incarnation)),
+        pytest.raises(OSError, match="in use"),
+    ):
         RegionServer(region, incarnation)
-    server.close()
     RegionServer(region, incarnation).close()
 
 
@@ -379,15 +366,10 @@ def _make_and_wait(pipe: Connection, incarnation: str) -> None:
 
 def test_nothing_is_left_of_a_killed_owner(incarnation: str) -> None:
     """No file in /dev/shm and no socket. Processes that hold the descriptor keep working."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_make_and_wait, args=(theirs, incarnation), daemon=True)
-    process.start()
-    pipe.recv()
-    region = receive_region(incarnation, 30)
-    assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
-    process.kill()
-    process.join()
+    with another_process(_make_and_wait, incarnation) as (pipe, process):
+        pipe.recv()
+        region = receive_region(incarnation, 30)
+        assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
     region.row(0)[:] = 1
     with pytest.raises(RegionError):
         receive_region(incarnation, 0.05)

@@ -13,6 +13,6 @@ from tests.simulation.simulation import Simulation
 
 with tempfile.TemporaryDirectory() as folder:
     config = engine_config(make_model(Path(folder)))
-simulation = Simulation(Options.random(int(sys.argv[1])), config)
+simulation = Simulation(Options(int(sys.argv[1])), config)
 simulation.on_event = print
 simulation.run()

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.engine.any_version import made
+from tests.engine.any_version import called
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -76,16 +76,8 @@ def _next(before: int, token: int | str) -> int:
     return int.from_bytes(digest)
 
 
-def with_age(hashes: Numbers, age: int) -> Numbers:
-    return hashes | np.uint64(age << 48)
-
-
 def ages(numbers: Numbers) -> Numbers:
     return numbers >> _AGE
-
-
-def hashes_of(numbers: Numbers) -> Numbers:
-    return numbers & _HASH
 
 
 class Group(NamedTuple):
@@ -106,11 +98,11 @@ class Group(NamedTuple):
 
     def numbers(self, hashes: Numbers, age: int) -> Numbers:
         """What the layers hold for tokens with these `hashes`; shape (layers, tokens)."""
-        return with_age(hashes[None] ^ self.tags, age)
+        return (hashes[None] ^ self.tags) | np.uint64(age << 48)
 
     def faults(self, found: Numbers, hashes: Numbers) -> list[int]:
         """At which of the tokens some layer holds something else; `found` is as in `numbers`."""
-        wrong = (hashes_of(found) != (hashes[None] ^ self.tags)).any(axis=0)
+        wrong = ((found & _HASH) != (hashes[None] ^ self.tags)).any(axis=0)
         return [int(place) for place in np.flatnonzero(wrong)]
 
 
@@ -124,7 +116,7 @@ class Layout(NamedTuple):
     def config(self) -> KVCacheConfig:
         layers = [[group.names[layer] for group in self.groups] for layer in range(LAYERS)]
         tensors = [
-            made(
+            called(
                 KVCacheTensor,
                 size=self.blocks * PAGE_BYTES,
                 layers=sharing,

@@ -17,15 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    get_request_block_hasher,
-    init_none_hash,
-    resolve_kv_cache_block_sizes,
-)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -45,7 +38,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.scheduling import Clock
-from tests.engine.vllm_scheduler import NOBODY, called, probes_of
+from tests.engine.vllm_scheduler import (
+    NOBODY,
+    hasher_of,
+    probes_of,
+    request_of,
+    scheduler_of,
+    starts_of,
+)
 from tests.simulation.contents import (
     BLOCK_TOKENS,
     LAYERS,
@@ -111,16 +111,6 @@ class _NoWaits(Arrivals):
         ended(0.0)
 
 
-class _NoGrammars:
-    """In place of what constrains answers."""
-
-    def should_advance(self, request: Request) -> bool:
-        return False
-
-    def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
-        return True
-
-
 class Asked(NamedTuple):
     """A request: its text with the whole answer, of which the first `prompt` tokens are asked."""
 
@@ -168,7 +158,7 @@ class Replica:
         self.sending: list[Row] = []  # pinned for a peer that copies them
         self.tokens = 0  # scheduled
         self._busy = False
-        self._scheduling = self._computing = False
+        self._computing = False
 
         config = self._config(config)
         caches = self.layout.config
@@ -218,16 +208,8 @@ class Replica:
         patch.setattr(connector_module, "time", SimpleNamespace(monotonic=self.clock))
         patch.setattr(Arrivals, "at", lambda _: _NoWaits(self._interrupted))
 
-        block, hashed = resolve_kv_cache_block_sizes(caches, config)
         kind = AsyncScheduler if options.batches > 1 else Scheduler
-        no_grammars: Any = _NoGrammars()
-        self.scheduler: Scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=caches,
-            structured_output_manager=no_grammars,
-            block_size=block,
-            hash_block_size=hashed,
-        )
+        self.scheduler, self._hash_tokens = scheduler_of(config, caches, kind)
         self.connector = XavierConnector(deepcopy(config), KVConnectorRole.WORKER, caches)
         self.runner = ModelRunner(
             self.layout,
@@ -237,10 +219,7 @@ class Replica:
             oldest_allowed=lambda: self.oldest_allowed,
         )
         self.connector.register_kv_caches(self.runner.kv_caches)
-        digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(digest)
-        self._hasher = get_request_block_hasher(hashed, digest)
-        self._hash_tokens = hashed
+        self._hasher = hasher_of(config, self._hash_tokens)
 
     def _config(self, config: VllmConfig) -> VllmConfig:
         options, config = self.options, deepcopy(config)
@@ -253,7 +232,6 @@ class Replica:
         )
         config.kv_transfer_config = KVTransferConfig(**kv_transfer_config(xavier))
         config.cache_config.block_size = BLOCK_TOKENS
-        config.cache_config.num_gpu_blocks = options.blocks
         config.cache_config.prefix_match_unit = options.hash_tokens
         config.cache_config.prefix_cache_retention_interval = options.retention
         if "recurrent" in options.groups:
@@ -279,17 +257,7 @@ class Replica:
         )
 
     def _request(self, req_id: str, text: Text, prompt: int, answer: int) -> Request:
-        request: Request = called(
-            Request,
-            request_id=req_id,
-            prompt_token_ids=text.tokens[:prompt],
-            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
-            pooling_params=None,
-            arrival_time=0.0,
-            cache_salt=text.salt,
-            block_hasher=self._hasher,
-        )
-        return request
+        return request_of(req_id, text.tokens[:prompt], answer, self._hasher, text.salt)
 
     def learn(self, text: Text) -> list[list[bytes]]:
         """Know what the keys of the text stand for. Returns those of whole chunks, by group."""
@@ -326,17 +294,14 @@ class Replica:
     # -- what an engine does ------------------------------------------------------------------
 
     def schedule(self) -> None:
-        self._scheduling = True
         step = self.scheduler.schedule()
-        self._scheduling = False
         self.tokens += step.total_num_scheduled_tokens
-        spans = self._ends(step)
-        sampled = {
-            req_id: []
-            if self.scheduler.requests[req_id].is_prefill_chunk
-            else self.texts[req_id].tokens[end : end + 1]
-            for req_id, end in spans.items()
-        }
+        starts = starts_of(step)
+        sampled = {}
+        for req_id, count in step.num_scheduled_tokens.items():
+            end = starts[req_id] + count
+            goes_on = self.scheduler.requests[req_id].is_prefill_chunk
+            sampled[req_id] = [] if goes_on else self.texts[req_id].tokens[end : end + 1]
         self.batches.append(_Batch(step, sampled, []))
         self.log(
             f"schedules {dict(step.num_scheduled_tokens)}"
@@ -349,22 +314,13 @@ class Replica:
     def _jobs_of(step: SchedulerOutput) -> str:
         metadata: Any = step.kv_connector_metadata
         told = ""
-        for job_id, job in metadata.load_jobs.items():
-            told += f"; load {job_id} for {job.req_id}: {job.src_spec.block_ids.tolist()}"
-            told += f" -> {job.dst_spec.block_ids.tolist()}"
-        for job_id, job in metadata.store_jobs.items():
-            told += f"; store {job_id} for {job.req_id}: {job.src_spec.block_ids.tolist()}"
-            told += f" -> {job.dst_spec.block_ids.tolist()}"
+        for kind, jobs in (("load", metadata.load_jobs), ("store", metadata.store_jobs)):
+            for job_id, job in jobs.items():
+                told += f"; {kind} {job_id} for {job.req_id}: {job.src_spec.block_ids.tolist()}"
+                told += f" -> {job.dst_spec.block_ids.tolist()}"
         if metadata.jobs_to_flush:
             told += f"; flush {metadata.jobs_to_flush}"
         return told
-
-    @staticmethod
-    def _ends(step: SchedulerOutput) -> dict[str, int]:
-        cached = step.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        return {req_id: starts[req_id] + n for req_id, n in step.num_scheduled_tokens.items()}
 
     def compute(self) -> None:
         """The worker computes the oldest batch that it has not computed."""
@@ -381,28 +337,9 @@ class Replica:
         batch = self.batches.popleft()
         self.scheduler.update_from_output(batch.step, batch.output[0])
 
-    def _may_reset(self, connector: bool, running: bool) -> bool:
-        """Unless that leads to a known defect: see `Options`."""
-        options, requests = self.options, self.scheduler.requests.values()
-        vllm: Any = self.scheduler.connector
-        vllm = vllm.connector_scheduler
-        hold_blocks = any(request.num_computed_tokens for request in requests)
-        if connector and not running and hold_blocks and not options.requests_go_on:
-            return False
-        busy = any(each.status is _LOADS or each.is_finished() for each in requests)
-        if running and not options.refused_resets and (self.batches or busy):
-            return False
-        if connector and not options.two_resets and vllm._current_batch_jobs_to_flush:
-            return False
-        counts = self.pool.counts()
-        in_use = counts.filling + counts.pinned + counts.quarantined
-        return not connector or options.resets_of_busy_pools or in_use < counts.rows
-
     def reset(self, connector: bool, running: bool) -> None:
         """The weights change. Unless vLLM refuses, its cache is reset for them, and with
         `connector` ours too."""
-        if not self._may_reset(connector, running):
-            return
         try:
             done = self.scheduler.reset_prefix_cache(running, connector)
         except RuntimeError:  # requests load, or are still being computed
@@ -420,7 +357,7 @@ class Replica:
         if not self._busy and self._rng.random() < self.options.interrupts:
             self.background()
 
-    def background(self) -> None:  # noqa: PLR0912  # one branch for each thing that happens
+    def background(self) -> None:
         """One of the things that happen on other threads and in other processes."""
         self._busy = True
         try:
@@ -429,8 +366,7 @@ class Replica:
                 ("fetch",) * 4 + ("copy",) * 4 + ("rows", "rows", "compute", "claim", "join")
             ):
                 case "fetch":
-                    if self.options.fetches_end_within_steps or not self._scheduling:
-                        self.peers.go_on(self.clock())
+                    self.peers.go_on(self.clock())
                 case "copy":
                     if rng.random() < self.options.copies:
                         self.copy_jobs.run_one()

@@ -22,6 +22,8 @@ from tests.simulation.options import Options
 from tests.simulation.peers import PEERS
 from tests.simulation.replica import Asked, Replica
 
+EVENTS = 100
+"""Steps with random events in a run."""
 LAST = 60
 """Events that a failure prints."""
 _PATIENCE = 2000
@@ -68,7 +70,7 @@ class Simulation:
             except Exception as error:
                 events = "\n".join(self._events)
                 raise SimulationError(
-                    f"{error!r}\n{self._options}\nthe last events:\n{events}\n"
+                    f"{error!r}\n{vars(self._options)}\nthe last events:\n{events}\n"
                     f"python -m tests.simulation {self._options.seed}"
                 ) from error
             finally:
@@ -81,7 +83,7 @@ class Simulation:
 
     def _run(self) -> None:
         rng, options, replica = self._rng, self._options, self._replica
-        for _ in range(options.events):
+        for _ in range(EVENTS):
             for likely, event in (
                 (options.arrivals, self._ask),
                 (options.aborts, self._abort),
@@ -194,16 +196,13 @@ class Simulation:
             held = sorted(peers.holdings[peer])
             peers.change_holdings(peer, rng.sample(held, len(held) // 2), add=False)
             return
-        groups = replica.learn(self._text_of_peer())
+        text = self._text()
+        text.continue_to(self._options.longest // BLOCK_TOKENS * BLOCK_TOKENS)
+        groups = replica.learn(text)
         length = rng.randint(1, max(1, max(len(keys) for keys in groups)))
         for keys in groups:
             kept = [key for key in keys[:length] if rng.random() < 0.95]
             peers.change_holdings(peer, kept, add=True)
-
-    def _text_of_peer(self) -> Text:
-        text = self._text()
-        text.continue_to(self._options.longest // BLOCK_TOKENS * BLOCK_TOKENS)
-        return text
 
     def _join(self) -> None:
         peers = self._replica.peers

@@ -36,7 +36,7 @@ def config(model_folder: Path) -> Iterator[VllmConfig]:
 
 def run(seed: int, config: VllmConfig, mutate: Mutation | None = None) -> int:
     """Returns the number of checked reads."""
-    simulation = Simulation(Options.random(seed), config, mutate)
+    simulation = Simulation(Options(seed), config, mutate)
     simulation.run()
     return simulation.reads
 
@@ -56,7 +56,7 @@ def test_so_it_does_in_thousands_of_runs(number: int, config: VllmConfig) -> Non
 def test_a_seed_always_gives_the_same_run(config: VllmConfig) -> None:
     told: list[list[str]] = [[], []]
     for events in told:
-        simulation = Simulation(Options.random(7), config)
+        simulation = Simulation(Options(7), config)
         simulation.on_event = events.append
         simulation.run()
     assert told[0] == told[1]
@@ -66,32 +66,19 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _stores_are_never_voided(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(XavierManager, "void_store", _nothing)
+MUTATIONS: dict[str, Mutation] = {
+    "stores are never voided": lambda patch: patch.setattr(XavierManager, "void_store", _nothing),
+    "the pool is not reset": lambda patch: patch.setattr(Pool, "reset", _nothing),
+    "the fast path is always taken": lambda patch: patch.setattr(
+        connector, "goes_on", lambda _: True
+    ),
+    "nobody waits for copies of reused blocks": lambda patch: patch.setattr(
+        CopyJobs, "wait", _nothing
+    ),
+}
 
 
-def _the_pool_is_not_reset(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pool, "reset", _nothing)
-
-
-def _the_fast_path_is_always_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(connector, "goes_on", lambda _: True)
-
-
-def _nobody_waits_for_copies_of_reused_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CopyJobs, "wait", _nothing)
-
-
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        _stores_are_never_voided,
-        _the_pool_is_not_reset,
-        _the_fast_path_is_always_taken,
-        _nobody_waits_for_copies_of_reused_blocks,
-    ],
-    ids=lambda mutate: mutate.__name__.strip("_"),
-)
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_mutation_is_noticed(mutate: Mutation, config: VllmConfig) -> None:
     for seed in range(ENOUGH):
         try:

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tests.engine.vllm_scheduler import called
+from tests.engine.vllm_scheduler import output_of, starts_of
 from tests.simulation.contents import BLOCK_TOKENS, LAYERS, Group, Layout, Numbers, Text, ages
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.worker import HostWorker
@@ -162,18 +162,7 @@ class ModelRunner:
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         connector.clear_connector_metadata()
-        req_ids = list(step.num_scheduled_tokens)
-        made: ModelRunnerOutput = called(
-            ModelRunnerOutput,
-            req_ids=req_ids,
-            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
-            sampled_token_ids=[sampled[req_id] for req_id in req_ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=output,
-        )
-        return made
+        return output_of(sampled, output)
 
     def _take_blocks(self, step: SchedulerOutput) -> None:
         for req_id in step.finished_req_ids:
@@ -200,10 +189,9 @@ class ModelRunner:
     def _spans(self, step: SchedulerOutput) -> Iterator[tuple[str, int, int, bool]]:
         """Each request of the step, its first token, the one behind its last, and whether it
         begins, perhaps once more: then what it attends to comes from a cache, ours or vLLM's."""
-        cached = step.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        fresh = {new.req_id for new in step.scheduled_new_reqs} | set(cached.resumed_req_ids)
+        starts = starts_of(step)
+        fresh = {new.req_id for new in step.scheduled_new_reqs}
+        fresh |= step.scheduled_cached_reqs.resumed_req_ids
         for req_id, count in step.num_scheduled_tokens.items():
             yield req_id, starts[req_id], starts[req_id] + count, req_id in fresh
 
