@@ -88,6 +88,9 @@ class _Faulty(Transport):
     def offer(self, secret: bytes, deadline: float) -> Offer:
         return _HalfLink(self._inside.offer(secret, deadline), self._wrap)
 
+    def authenticate(self, hello: object, secret: bytes) -> None:
+        self._inside.authenticate(hello, secret)
+
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
         return _HalfLink(self._inside.accept(hello, secret, deadline), self._wrap)
 

@@ -105,6 +105,18 @@ async def test_a_call_is_checked_before_anything_is_done(
                 await method(*(given | {field: value}).values())
 
 
+async def test_a_stranger_who_names_a_consumer_does_not_close_its_link(
+    consumer: Side, donor: Side, kind: Kind
+) -> None:
+    await consumer.pull(donor, [0])
+    for hello in (b"n" * 48, None):
+        with pytest.raises(LinkError, match=r"secret|malformed"):
+            await donor.actor.open_link(
+                PROTOCOL_VERSION, "another", "consumer", kind.plain.name, hello, 1.0
+            )
+    assert await donor.links() == 1
+
+
 async def test_the_link_that_was_not_used_for_longest_makes_room(
     sides: Sides, donor: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ class Sender:
         if self._context.secret is None:
             raise LinkError("the donor has not joined a tracker yet")
         own = self._context.selector.named(transport)
+        own.authenticate(hello, self._context.secret)  # first: a stranger must not close links
         # A consumer has one link to us, and asks for another only after it has closed that one.
         await self._close_all_to(consumer)
         await self._make_room()

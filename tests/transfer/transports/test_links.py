@@ -105,7 +105,7 @@ def test_who_does_not_know_the_secret_opens_nothing(here: Side, there: Side) -> 
 
 @pytest.mark.parametrize(
     "what",
-    [7, "x" * 48, b"", b"x" * 15, b"x" * 32, b"x" * 100_000],
+    [None, 7, "x" * 48, b"", b"x" * 15, b"x" * 32, b"x" * 100_000],
     ids=lambda what: f"{what!r:.9}",
 )
 def test_a_malformed_hello_or_answer_is_refused_before_it_is_hashed(

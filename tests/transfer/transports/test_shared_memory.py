@@ -65,15 +65,6 @@ def test_noise_gets_no_memory(
     assert descriptors == []
 
 
-def test_no_hello_and_no_answer_are_malformed_ones(here: Side, there: Side) -> None:
-    offer = here.transport.offer(SECRET, later())
-    with pytest.raises(LinkError, match="malformed hello"):
-        there.transport.accept(None, SECRET, later())
-    with pytest.raises(LinkError, match="malformed answer"):
-        offer.complete(None, later())
-    offer.withdraw()
-
-
 def test_a_row_that_takes_long_holds_up_no_other(link: Link) -> None:
     slots = range(8)
     others = threading.Barrier(2)

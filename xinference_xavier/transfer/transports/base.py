@@ -100,8 +100,13 @@ class Transport(ABC):
         """Start to make a link as its consumer."""
 
     @abstractmethod
+    def authenticate(self, hello: object, secret: bytes) -> None:
+        """Raises LinkError unless a replica of this model made `hello`."""
+
+    @abstractmethod
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
-        """Start to make a link as its donor. Raises LinkError for a bad `hello`."""
+        """Start to make a link as its donor. Raises LinkError like `authenticate`, before anything
+        starts."""
 
 
 PROOF_BYTES = 32

@@ -209,16 +209,16 @@ class _HalfLink:
         rank: int,
         secret: bytes,
         deadline: float,
-        hello: bytes | None = None,
+        peer_part: bytes | None = None,
     ) -> None:
-        """Raises LinkError for a bad `hello`, before anything starts."""
+        """The donor has the consumer's part, if it is well-formed. Raises LinkError if not."""
         self._transport = transport
         self._rank = rank
         self._secret = secret
         seconds = remaining(deadline)
         self._store = _ExchangedStore(seconds)
-        if hello is not None:
-            self.set_peer_part(hello)
+        if peer_part is not None:
+            self._store.set_peer_part(peer_part)
         self._link: GlooLink | None = None
         # Gloo cannot be cancelled once both parts are here: then it connects or times out.
         thread = ThreadPoolExecutor(1, "xavier-link")
@@ -229,15 +229,13 @@ class _HalfLink:
 
     @property
     def hello(self) -> bytes:
-        return seal(self._secret, f"rendezvous {self._rank}", self._store.own_part())
+        return seal(self._secret, _role(self._rank), self._store.own_part())
 
     answer = hello
 
     def set_peer_part(self, sealed: bytes) -> None:
         """It must be sealed, because a forged part can abort the process (probed)."""
-        role = f"rendezvous {1 - self._rank}"
-        part = unseal(self._secret, role, sealed, _MAX_RENDEZVOUS_BYTES)
-        self._store.set_peer_part(part)
+        self._store.set_peer_part(_unsealed(self._secret, 1 - self._rank, sealed))
 
     def finish(self, deadline: float) -> "GlooLink":
         building, self._group = self._group, None
@@ -264,6 +262,15 @@ class _HalfLink:
             self._link.close()
 
 
+def _role(rank: int) -> str:
+    return f"rendezvous {rank}"
+
+
+def _unsealed(secret: bytes, rank: int, sealed: object) -> bytes:
+    """The part of the side `rank`. Raises LinkError."""
+    return unseal(secret, _role(rank), sealed, _MAX_RENDEZVOUS_BYTES)
+
+
 class _Offer(_HalfLink):
     def complete(self, answer: bytes, deadline: float) -> "GlooLink":
         self.set_peer_part(answer)
@@ -288,8 +295,12 @@ class GlooTransport(Transport):
     def offer(self, secret: bytes, deadline: float) -> _Offer:
         return _Offer(self, _CONSUMER, secret, deadline)
 
+    def authenticate(self, hello: object, secret: bytes) -> None:
+        _unsealed(secret, _CONSUMER, hello)
+
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> _Acceptance:
-        return _Acceptance(self, _DONOR, secret, deadline, hello)
+        part = _unsealed(secret, _CONSUMER, hello)
+        return _Acceptance(self, _DONOR, secret, deadline, part)
 
     def build_group(self, store: Store, rank: int, seconds: float) -> _Group:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs

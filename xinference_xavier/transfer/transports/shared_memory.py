@@ -64,8 +64,11 @@ class SharedMemoryTransport(Transport):
     def offer(self, secret: bytes, deadline: float) -> "_Offer":
         return _Offer(self._region, secret, self._threads)
 
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
+    def authenticate(self, hello: object, secret: bytes) -> None:
         unseal(secret, _HELLO, hello, PROOF_BYTES + _NONCE_BYTES)
+
+    def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
+        self.authenticate(hello, secret)
         return _Acceptance(self._region, secret, hello)
 
 
