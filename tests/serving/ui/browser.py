@@ -10,7 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import (
+    ElementClickInterceptedException,
+    StaleElementReferenceException,
+)
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
@@ -110,13 +113,14 @@ class Browser:
         what: str | Callable[[], str],
         patience: float = PATIENCE,
     ) -> T:
-        """The first true value of `look`, which may fail while the page redraws its elements."""
+        """The first true value of `look`, which may fail while the page redraws or moves its
+        elements."""
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             try:
                 if found := look():
                     return found
-            except StaleElementReferenceException:
+            except (ElementClickInterceptedException, StaleElementReferenceException):
                 continue
             time.sleep(0.05)
         text = what if isinstance(what, str) else what()
