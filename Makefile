@@ -138,9 +138,12 @@ coverage: venv
 mutations: venv
 	$(BIN)/python -m tests.mutations $(NUMBERS)
 
-# In two, because clusters stay until the end of a run: all at once do not fit into 24 GiB.
+# Apart, because clusters stay until the end of a run: all at once do not fit into 24 GiB.
+HOSTS := tests/e2e/test_hosts.py tests/e2e/test_two_hosts.py
+
 test-long: system venv
-	$(BIN)/python -m pytest -m long tests/e2e
+	$(BIN)/python -m pytest -m long tests/e2e $(HOSTS:%=--ignore %)
+	$(BIN)/python -m pytest -m long $(HOSTS)
 	$(BIN)/python -m pytest -m long --ignore tests/e2e
 
 test-gpu: venv

@@ -17,7 +17,7 @@ import pytest
 
 from examples.local_cluster import Completion
 from tests.e2e.asking import CHUNK, published, question
-from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_until
+from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_for_engine, wait_until
 from tests.harness.clusters import (
     SUPERVISOR,
     WORKER_PORT,
@@ -55,7 +55,7 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
         # The pools hold everything that these tests compute.
         options = {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}", "xavier_pool_bytes": "1GiB"}
         cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
-        wait_until(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
         yield cluster
 
 
