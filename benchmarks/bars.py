@@ -20,7 +20,7 @@ class Bar(NamedTuple):
     limit: float
     values: Callable[[Part], Values]
     at_least: bool = False
-    """If false, `limit` is a maximum."""
+    """Whether `limit` is a minimum; else it is a maximum."""
 
 
 def judge(name: str, part: Part) -> list[dict[str, Any]]:

@@ -59,7 +59,8 @@ class Round(NamedTuple):
 
     cold: float
     samples: dict[str, list[Sample]]
-    """By transport, except those whose whole chunks did not all come from the expected place."""
+    """Samples by transport, without those whose whole chunks did not all come from the expected
+    place."""
 
     @property
     def discarded(self) -> int:

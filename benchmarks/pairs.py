@@ -41,7 +41,7 @@ Run = Mapping[str, float]
 
 
 Pair = tuple[Run, Run]
-"""With Xavier, and without."""
+"""The two sides of a pair: with Xavier, and without."""
 
 
 def until_known(

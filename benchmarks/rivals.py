@@ -70,7 +70,7 @@ class _Rival(ABC):
 
     @abstractmethod
     def costs(self, found: Forecast) -> Scores:
-        """By number; the least is chosen, at random among equals."""
+        """Costs by number; the least is chosen, at random among equals."""
 
 
 class InTurn(_Rival):

@@ -29,7 +29,7 @@ REQUESTS = 6000
 PIECES = 16
 COPIES = {("synthetic", 1000): 3}
 ERRORS = (0.5, 1.0)
-"""By which share a prompt takes longer or less than forecast, in runs of their own."""
+"""The shares by which a prompt takes longer or less than forecast, in runs of their own."""
 ERROR_REPLICAS, ERROR_LOAD = 4, 0.8
 QUICK = {"REPLICAS": (4,), "WHOLE": (), "REQUESTS": 500, "ERRORS": (1.0,)}
 OURS, TODAY = "earliest finish", "in turn"

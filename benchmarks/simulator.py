@@ -62,7 +62,7 @@ class Engine(NamedTuple):
         return max(1, request.tokens - chunks * CHUNK)
 
     def compute_seconds(self, request: Request, chunks: int) -> float:
-        """If the leading `chunks` are there."""
+        """Seconds of prefill if the leading `chunks` are there."""
         return self.missing(request, chunks) / self.prefill
 
     def fetch_seconds(self, chunks: int) -> float:

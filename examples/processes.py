@@ -72,7 +72,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET of `url` succeeds at this moment."""
+    """True if a GET of `url` succeeds at this moment."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

@@ -81,7 +81,7 @@ _REASONS = {
     **dict.fromkeys(["less_than", "less_than_equal"], "is too large"),
     "literal_error": "is not a choice",
 }
-"""By pydantic's name of the error."""
+"""Reasons by pydantic's name of the error."""
 
 
 def _word(value: object) -> object:
@@ -89,7 +89,7 @@ def _word(value: object) -> object:
 
 
 def _no_bool(value: object) -> object:
-    """To pydantic, true is 1."""
+    """Refuse true, which is 1 to pydantic."""
     if isinstance(value, bool):
         raise ValueError("is not a number")
     return value

@@ -33,7 +33,7 @@ def test_ratios_are_taken_turn_by_turn_and_not_of_the_medians() -> None:
 
 
 def test_the_interval_is_from_students_t() -> None:
-    """For five ratios: 2.776 standard errors to either side of the geometric mean."""
+    """Five ratios: 2.776 standard errors lie on either side of the geometric mean."""
     ratios = [1.00, 1.02, 0.98, 1.01, 0.99]
     found = pairs.interval([ratio * 3 for ratio in ratios], [3] * 5)
     logs = [math.log(ratio) for ratio in ratios]

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.chaos.report import FULL, Report, to_json
 
 SECONDS = 540.0
-"""Of a full run of one part."""
+"""The duration of a full run of one part."""
 REPORT = Path("build/chaos-report.json")
 MAX_ATTEMPTS = 6
 """At most this many runs search for a shorter prefix that fails."""

@@ -1,4 +1,4 @@
-"""Which failed requests are explained."""
+"""A failed request is explained only by the absence of its replica."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ EFFECTS: Mapping[Order, tuple[str, ...]] = {
 """Reasons for rollbacks, one of which must be counted after the fault. Without any, it is enough
 that the fault happened."""
 OF_CONSUMER = [*EFFECTS][: [*EFFECTS].index(Order.STALL)]
-"""Those that hit the consumer of a fetch; the others hit the donor."""
+"""The faults that hit the consumer of a fetch; the others hit the donor."""
 
 
 def bring_about(

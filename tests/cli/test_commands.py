@@ -129,7 +129,7 @@ def test_explain(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_explaining_a_chat(pair: Pair) -> None:
-    """From messages alone or from a whole request. These replicas have no template and say so."""
+    """The file has messages or a whole request. These replicas have no template and say so."""
     words = ["explain", MODEL, "--chat", "--prompt-file", "-"]
     messages = [{"role": "user", "content": "What?"}]
     for body in (messages, {"messages": messages, "temperature": 0}):

@@ -83,7 +83,7 @@ def post(
 def complete(
     uid: str, cluster: LocalCluster, text: str, tokens: int = 1, **more: Any
 ) -> requests.Response:
-    """As many tokens as asked for."""
+    """The answer must have as many tokens as were asked for."""
     return post(uid, cluster, COMPLETIONS, text, tokens, ignore_eos=True, **more)
 
 

@@ -32,7 +32,7 @@ END_TIMEOUT = 120.0
 class Servers(NamedTuple):
     tracker: str
     endpoints: dict[str, str]
-    """By name."""
+    """The servers by name."""
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,6 @@ def _parameters(function: Callable[..., Any]) -> Collection[str]:
 
 
 def called(function: Callable[..., T], **arguments: Any) -> T:
-    """With those of the `arguments` that the installed version takes."""
+    """Call `function` with those of the `arguments` that the installed version takes."""
     taken = _parameters(function)
     return function(**{name: value for name, value in arguments.items() if name in taken})

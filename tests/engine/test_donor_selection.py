@@ -32,7 +32,7 @@ class Engine(Scheduling):
         self._prompts = 0
 
     def request(self, count: int, peers: str = "a") -> Request:
-        """For `count` new chunks, all of which each of `peers` holds."""
+        """A request for `count` new chunks, all of which each of `peers` holds."""
         self._prompts += 1
         keys = chunks(f"prompt {self._prompts}", count)
         self.tier.peers_hold(**dict.fromkeys(peers, keys))

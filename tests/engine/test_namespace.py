@@ -85,7 +85,7 @@ def test_each_field_has_a_name_that_an_operator_knows(
 
 
 def other_weights(folder: Path) -> None:
-    """Of the same shape."""
+    """Change the numbers, but not their shape."""
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")

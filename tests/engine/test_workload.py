@@ -129,7 +129,7 @@ class TestMissingTokens:
         assert engine.load().prefill_tokens == 0
 
     def test_of_a_preempted_request_count_again(self, engine: Counted) -> None:
-        """With what it has answered. vLLM still has most of it, and now more than the prompt."""
+        """Its answer counts, too. vLLM still has most of it, and now more than the prompt."""
         request = engine.start("r", 1000)
         engine.step(r=1000)
         engine.found(request, 1300, have=1100)

@@ -133,7 +133,7 @@ def starts_of(step: SchedulerOutput) -> dict[str, int]:
 def output_of(
     sampled: Mapping[str, list[int]], of_connector: KVConnectorOutput
 ) -> ModelRunnerOutput:
-    """Of a step in which each request answered the tokens `sampled`."""
+    """The output of a step in which each request answered the tokens `sampled`."""
     return called(
         ModelRunnerOutput,
         req_ids=list(sampled),

@@ -257,7 +257,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.failed: dict[str, str] = {}
         self._loop = asyncio.Runner()
-        """For all calls to actors."""
+        """The loop for all calls to actors."""
 
     def __enter__(self) -> Self:
         model = self.model or own_model()

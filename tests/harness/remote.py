@@ -56,6 +56,23 @@ start_context: Callable[[], ForkServerContext | SpawnContext] = forked
 """How processes are started unless they say how. A test may replace it."""
 
 
+class Pending(Future[Any]):
+    """An answer on its way, which nobody waits for without a deadline: that is `patience` seconds,
+    unless the caller names another one."""
+
+    def __init__(self, missing: str, patience: float) -> None:
+        """`missing` says what there is not in time."""
+        super().__init__()
+        self._missing = missing
+        self._patience = patience
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(self._patience if timeout is None else timeout)
+        except TimeoutError:
+            raise TimeoutError(self._missing) from None
+
+
 class Remote:
     """A process that runs `serve(pipe, *arguments)`, one of the functions below. Any thread may
     give it commands."""
@@ -73,8 +90,8 @@ class Remote:
         self.patience = patience
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._ready: Future[Any] = Future()
-        self._waiting: dict[int, Future[Any]] = {_READY: self._ready}
+        self._ready = Pending(f"{self.name} is not ready", patience)
+        self._waiting: dict[int, Pending] = {_READY: self._ready}
         context = context or start_context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
@@ -93,11 +110,11 @@ class Remote:
     def wait_until_ready(self, seconds: float | None = None) -> Any:
         """What it tells when it can take commands, such as an address. Raises RemoteError if it
         cannot."""
-        return self._ready.result(self.patience if seconds is None else seconds)
+        return self._ready.result(seconds)
 
-    def begin(self, method: str, *args: Any, **named: Any) -> Future[Any]:
+    def begin(self, method: str, *args: Any, **named: Any) -> Pending:
         """Call a method of the object; the answer, or RemoteError, is in the future."""
-        future: Future[Any] = Future()
+        future = Pending(f"{self.name} does not answer {method}", self.patience)
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = future
@@ -110,10 +127,7 @@ class Remote:
 
     def call(self, method: str, *args: Any, **named: Any) -> Any:
         """Call a method of the object and wait for its answer."""
-        try:
-            return self.begin(method, *args, **named).result(self.patience)
-        except TimeoutError:
-            raise TimeoutError(f"{self.name} does not answer {method}") from None
+        return self.begin(method, *args, **named).result()
 
     @property
     def pid(self) -> int:

@@ -51,7 +51,7 @@ class Architecture(NamedTuple):
     """Whether the longest prompt fills the pool. vLLM stores only a few chunks of windows and
     states."""
     tolerance: float = 1e-4
-    """For log-probabilities; larger if weights are quantised."""
+    """The largest difference of log-probabilities; more if weights are quantised."""
     common: bool = False
     """Always tested; the others only in `make test-long`."""
 

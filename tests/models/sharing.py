@@ -17,9 +17,9 @@ CHUNK = 128
 """Tokens, unless the model requires more."""
 CONTEXT = 4096
 TOLERANCE = 2e-4
-"""For log-probabilities in float32. On processors without AVX-512, vLLM by itself differs by 0.7e-4
-between computing a prompt and finding it in its own prefix cache, over long answers by more.
-Another prefix changes them at least a hundred times as much."""
+"""The largest difference of log-probabilities in float32. On processors without AVX-512, vLLM by
+itself differs by 0.7e-4 between computing a prompt and finding it in its own prefix cache, over
+long answers by more. Another prefix changes them at least a hundred times as much."""
 GREEDY: Mapping[str, Any] = {
     "temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 20, "detokenize": False,
 }  # fmt: skip
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
     """The answers to one question. `remote` counts the tokens that the second engine copied."""
 
     cold: list[Completion]
-    """From the engine that does not share."""
+    """The answers of the engine that does not share."""
     first: list[Completion]
     second: list[Completion]
     remote: int

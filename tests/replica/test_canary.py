@@ -78,7 +78,7 @@ def test_a_difference_is_relative_to_the_size_of_the_samples(
 
 
 class TestWhatDiffers:
-    """From us, of two peers in our namespace."""
+    """Two peers in our namespace compute other rows than we do."""
 
     @pytest.fixture
     def mirror(self) -> Mirror:

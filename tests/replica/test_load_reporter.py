@@ -59,8 +59,8 @@ class Scene:
         return self.router_listens
 
     async def reports(self) -> list[Report]:
-        """Those since the last call, once the reporter has had time to look. The first call starts
-        it."""
+        """The reports since the last call, once the reporter has had time to look. The first call
+        starts it."""
         if self.running is None:
             reporter = LoadReporter(self, lambda: self.now, self.ready.wait)
             self.running = asyncio.create_task(reporter.run(self._call))

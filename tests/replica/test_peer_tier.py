@@ -56,7 +56,7 @@ class Loop:
         self.calls.append(claim)
 
     def fetch(self) -> Fetch | None:
-        """Of a chunk that no other one brings."""
+        """A fetch of a chunk that no other one brings."""
         rows = self.pool.reserve([b"key %d" % next(self._numbers)]).rows
         return self.tier.submit_load("donor", rows, NEVER)
 

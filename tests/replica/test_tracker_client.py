@@ -331,7 +331,7 @@ async def test_failing_stats_do_not_end_the_membership(peers: Peers, tracker: An
 async def test_a_lost_tracker_is_filled_again_by_its_replicas(
     pool: Any, peers: Peers, tracker: Any
 ) -> None:
-    """With what they hold, who serves, and whether sharing is switched off."""
+    """They say what they hold, who serves, and whether sharing is switched off."""
     a, b = await peers.start_two(K1)
     a.client.set_serving(True)
     await tracker.set_enabled(False)

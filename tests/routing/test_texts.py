@@ -49,7 +49,7 @@ def test_a_text_that_begins_alike_has_the_keys_as_far_as_it_does(texts: Texts) -
 
 
 def test_the_latest_report_counts(texts: Texts) -> None:
-    """With another chat template, say, or after an adapter was loaded anew."""
+    """The replica may have another chat template, say, or an adapter that was loaded anew."""
     text = text_of([DOCUMENT])
     learn(texts, text, 4000, "old")
     known = learn(texts, text, 4000, "new")

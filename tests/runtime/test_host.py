@@ -51,7 +51,7 @@ def member_of(folder: Path, *lines: str) -> Path:
 def test_a_limit_counts(
     tmp_path: Path, groups: dict[str, tuple[int, int, int]], own: str, free: int
 ) -> None:
-    """Of each group, in MiB: the limit, what is used, and its part in inactive files."""
+    """Each group has, in MiB: the limit, what is used, and its part in inactive files."""
     for group, (limit, used, inactive) in groups.items():
         write_v2(tmp_path / group, str(limit * MiB), used * MiB, inactive * MiB)
     assert free_memory_bytes(tmp_path, member_of(tmp_path, f"0::{own}")) == free * MiB

@@ -374,7 +374,7 @@ def test_a_look_finds_what_is_newer_than_the_last_one(loads: Loads) -> None:
 
 
 def test_news_come_in_the_order_in_which_they_arrived(loads: Loads) -> None:
-    """Of the loads of one replica, only the latest one."""
+    """Only the latest load of one replica is news."""
     seen = loads.version
     for name in ("a", "b", "a"):
         loads.report(name, load(), prompts(f"of {name}"), now=0.0)

@@ -46,9 +46,9 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
                 f"runs without this extension, or another version ({info['error']})",
                 f"stop it and start it with {_EXTENSION} {program} …",
             )
-    # With faults, the supervisor may not know them.
-    known = "error" not in cluster["supervisor"] and not cluster["api"].get("faults")
-    if known and not workers:
+    # With an error or faults, the supervisor may have workers that it does not report.
+    reports = "error" not in cluster["supervisor"] and not cluster["api"].get("faults")
+    if reports and not workers:
         yield Finding(
             "workers",
             "none is registered; the supervisor refuses workers whose extensions are not its own",

@@ -222,7 +222,7 @@ class XavierSpec(OffloadingSpec):
                 blocks_per_chunk=self.blocks_per_chunk,
             )
             layout = self.layout(vllm_config, kv_cache_config)
-            self._manager = XavierManager(
+            manager = XavierManager(
                 pool,
                 tier,
                 layout=layout,
@@ -249,7 +249,7 @@ class XavierSpec(OffloadingSpec):
             chunker = PromptChunker(vllm_config, self.config, self._chunk_tokens)
             replica = Replica(
                 self._xavier,
-                engine=EngineView(self._manager, sketcher, chunker),
+                engine=EngineView(manager, sketcher, chunker),
                 tier=tier,
                 incarnation=self.config.engine_id,
                 namespace=identity.digest(fingerprint_fields),
@@ -260,6 +260,7 @@ class XavierSpec(OffloadingSpec):
             )
             replica.start()
             end_with_parent()
+            self._manager = manager
         return self._manager
 
     def layout(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Layout:

@@ -73,7 +73,7 @@ class Route:
     replica: str = field(init=False)
     """xinference's name for it."""
     elsewhere: Elsewhere | None = None
-    """Which replica prefills it, for the one that answers."""
+    """The replica that prefills it, for the one that answers."""
     mark_key: str = ""
     """The mark key of the replica that answers."""
     prefill_replica: str = ""

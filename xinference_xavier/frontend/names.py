@@ -270,8 +270,6 @@ def _prefix(
     return Prefix(id_, model_uid, tenant, name, terms, created, used)
 
 
-logger = logging.getLogger(__name__)
-
 _NEAR, _NEAR_AMONG, _NEAR_LENGTH = 3, 200, 40
 """Similar names that are listed; of so many, and only up to so many characters. Comparing takes
 time that grows with the square of their length."""

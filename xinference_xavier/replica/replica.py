@@ -183,8 +183,6 @@ def replica_stats(
     )
 
 
-logger = logging.getLogger(__name__)
-
 _HOUSEKEEPING_INTERVAL = 1.0
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0

@@ -84,8 +84,6 @@ async def prefill(
         router.prefilled(route, failed)
 
 
-logger = logging.getLogger(__name__)
-
 _T = TypeVar("_T")
 Connect = Callable[[str], Awaitable[Any]]
 """Returns a reference to the model actor of a replica. Raises ReplicaNotServingError."""

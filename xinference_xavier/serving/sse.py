@@ -30,7 +30,7 @@ MAX_RECENT = 100
 MAX_LISTENERS = 100
 
 Message = dict[str, str]
-"""For `sse_starlette`: `event`, `data` and, for events, `id`."""
+"""The arguments of `sse_starlette`: `event`, `data` and, for events, `id`."""
 
 
 Filter = Callable[[dict[str, Any]], dict[str, Any]]

@@ -210,8 +210,6 @@ class Sender:
                 await close_link(link)
 
 
-logger = logging.getLogger(__name__)
-
 _FIRST_TRY_SECONDS = 1.0
 """Most seconds for the best transport if there is another one, and half of the time left."""
 

@@ -98,8 +98,6 @@ def refuse_several_hosts(supervisor: Any, arguments: Mapping[str, Any]) -> None:
         )
 
 
-logger = logging.getLogger(__name__)
-
 _PATIENCE = 30.0
 """Seconds that a cancel waits for replicas to end. A loading engine ends when it has loaded."""
 
@@ -146,8 +144,6 @@ async def _end(ending: Awaitable[Any]) -> None:
     except Exception as error:
         logger.warning("cleanup after a cancelled launch is incomplete: error=%r", error)
 
-
-logger = logging.getLogger(__name__)
 
 # Of models launched through this process, by control address and uid.
 _hooks: dict[tuple[str, str], Hooks] = {}

@@ -164,9 +164,6 @@ def _installed() -> tuple[str, str] | None:
     return None
 
 
-logger = logging.getLogger(__name__)
-
-
 def localizing_launch(original: Method) -> Method:
     @functools.wraps(original)
     async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
