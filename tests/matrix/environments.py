@@ -1,8 +1,9 @@
 """The versions that are tested, and an environment for each.
 
-An environment consists of links to the packages of the one that this program runs in, except for
-those that differ. So it holds only the tested version and the dependencies that must differ, but
-never torch, as all CPU builds want the same one.
+Another Python has an environment like `make venv`'s. One for another vLLM or xinference consists of
+links to the packages of the one that this program runs in, except for those that differ. So it
+holds only the tested version and the dependencies that must differ, but never torch, as all CPU
+builds want the same one.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class Step(NamedTuple):
 
 
 class Version(NamedTuple):
-    """`packages` are installed in its environment."""
+    """`packages` differ in its environment; those of a `python` are all its own."""
 
     name: str
     packages: Sequence[str]
     steps: Mapping[str, Step]
     """Steps by column of the table."""
+    python: str = ""
+    """A command, if not the interpreter that this program runs with."""
 
 
 _ENGINE = ("tests/engine",)
@@ -49,6 +52,7 @@ _TWO_ENGINES = (
 _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
 _MODELS = ("-m", "long or not long", "tests/models")
 _SERVING = ("tests/serving", "tests/cli", "tests/client")
+_UNIT = ("-n", "2", "--dist", "worksteal", "-m", "not process and not long and not gpu")
 _SHARING = ("tests/e2e/test_launch.py", "tests/e2e/one_launch", "tests/e2e/test_faults.py")
 
 
@@ -74,6 +78,16 @@ def _xinference(version: str, *more: str) -> Version:
     return Version(f"xinference {version}", (f"xinference=={version}", *more), steps)
 
 
+def _python(version: str) -> Version:
+    steps = {
+        "unit": Step(_UNIT),
+        "engines": Step(_TWO_ENGINES),
+        "models": Step(("tests/models",)),
+        "xinference": Step(_SHARING),
+    }
+    return Version(f"python {version}", (), steps, f"python{version}")
+
+
 VERSIONS = (
     _vllm("0.31.0", "transformers==5.17.0", "xgrammar==0.2.7", "huggingface-hub==1.33.0"),
     _vllm("0.32.0"),
@@ -81,6 +95,8 @@ VERSIONS = (
     _xinference("4.0.0"),
     _xinference("4.0.1"),
     _xinference("4.1.0"),
+    _python("3.12"),
+    _python("3.13"),
 )
 
 
@@ -105,10 +121,14 @@ def _latest(package: str) -> str:
 def interpreter(version: Version) -> Path:
     """The interpreter of the environment for `version`, which is created if missing. If the
     packages are installed here, it is this one."""
-    if all(map(_is_installed, version.packages)):
-        return Path(sys.executable)
     folder = BUILD / version.name.replace(" ", "-")
     python = folder / "bin" / "python"
+    if version.python:
+        made = ["make", "venv", f"PYTHON={version.python}", f"VENV={folder}"]
+        subprocess.run(made, cwd=ROOT, check=True)
+        return python
+    if all(map(_is_installed, version.packages)):
+        return Path(sys.executable)
     complete = folder / ".complete"
     if complete.exists():
         return python

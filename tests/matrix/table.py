@@ -15,7 +15,7 @@ from tests.matrix.environments import ROOT, VERSIONS
 PAGE = ROOT / "docs" / "compatibility.md"
 COLUMNS = ("unit", "engines", "models", "xinference")
 _LINE = "|---|---|---|---|---|---|\n"
-_ROW = re.compile(r"^\| `((?:vllm|xinference) [\d.]+)` \|.*\n", re.MULTILINE)
+_ROW = re.compile(r"^\| `((?:vllm|xinference|python) [\d.]+)` \|.*\n", re.MULTILINE)
 
 
 def row(name: str, result: Mapping[str, Any]) -> str:
