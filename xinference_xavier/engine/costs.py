@@ -1,4 +1,4 @@
-"""What computing and fetching cost, measured: predictions for `docs/fetch-or-compute.md`.
+"""What computing and fetching cost, measured; see "Fetch or compute" in `docs/how-it-works.md`.
 
 `PrefillRate` is how fast this engine computes prompts. Only steps with many prompt tokens count.
 The rate is the sum of their tokens over the sum of their seconds: if vLLM reads a step's output
