@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields, is_dataclass
+from inspect import get_annotations
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the package of this tree, wherever another one is installed
@@ -19,6 +22,19 @@ def metrics_table() -> str:
         labels = ", ".join(f"`{label}`" for label in family.labels)
         rows.append(f"| `{PREFIX}{family.name}` | {family.kind} | {labels} | {family.help} |")
     return "\n".join(rows)
+
+
+def explain_fields(*event: Any) -> None:
+    """The help of a metric explains its field, too."""
+    *_, thing, _, lines = event
+    if is_dataclass(thing):
+        own = [each for each in fields(thing) if each.name in get_annotations(thing)]
+        helps = {each.name: each.metadata.get("help") for each in own}
+        lines += [f"* ``{name}``: {text}" for name, text in helps.items() if text] + [""]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", explain_fields)
 
 
 project = "xinference-xavier"

@@ -108,9 +108,9 @@ ENDED = ("kept", "failed")
 
 @dataclass(frozen=True)
 class NamedPrefix:
-    """`state` is "waiting", "computing", "kept", or "failed" for `reason`. `replicas` are those
-    that keep it, by xinference's names. `ttl` is in seconds since the last use; `created`, `used`
-    and `expires` are wall-clock times in seconds."""
+    """`state` is "waiting", "computing", "kept", or "failed" for `reason`. `tokens` is 0 until it
+    has been computed. `replicas` are those that keep it, by xinference's names. `ttl` is in seconds
+    since the last use; `created`, `used` and `expires` are wall-clock times in seconds."""
 
     name: str
     state: str

@@ -34,7 +34,8 @@ def metric(name: str, text: str, default: float | None = 0) -> Any:
 
 @dataclass
 class Hits:
-    """Prompt tokens by the source of their KV cache."""
+    """Prompt tokens by the source of their KV cache: vLLM's own `prefix_cache`, the replica's
+    `local_pool`, a peer (`remote`), or none (`computed`)."""
 
     prefix_cache: int = 0
     local_pool: int = 0
@@ -97,7 +98,7 @@ class FetchStats:
 
 @dataclass
 class Fetches:
-    """`rolled_back` is by reason."""
+    """Fetches that `started`, and those that `committed` all rows; `rolled_back` is by reason."""
 
     started: int = 0
     committed: int = 0
@@ -106,6 +107,8 @@ class Fetches:
 
 @dataclass
 class ReplicaFetches(Fetches):
+    """`Fetches`; `by_transport` has their durations and sizes."""
+
     by_transport: dict[str, FetchStats] = field(default_factory=dict)
     unreleased_grants: int = metric(
         "unreleased_grants_total",
@@ -118,8 +121,9 @@ class Decisions:
     """Prefixes that a peer held: `fetched`, or `computed` because that was predicted to be faster.
 
     `predictions` counts complete fetches whose duration had been predicted; `predicted_s`,
-    `actual_s` and `error_s` are sums over them. `rates` has each peer's transport, overhead and
-    bandwidth, `left_out` the reason why nothing is fetched from a peer for now.
+    `actual_s` and `error_s` are sums over them. `rates` has, by peer, the transport, the overhead
+    of a fetch and the bandwidth beyond that, which is null while the two cannot be separated.
+    `left_out` has the reason why nothing is fetched from a peer for now.
     """
 
     fetched: int = 0
@@ -142,8 +146,8 @@ class Decisions:
 
 @dataclass
 class WaitCounts:
-    """Requests that `waited` for a peer to compute their prefix, and those of them that gave up
-    because the peer did not keep up."""
+    """Requests that `waited` for a peer to compute their prefix, and those of them that were
+    `given_up` because the peer did not keep up."""
 
     claimed: int = metric(
         "claimed_prefixes_total",
@@ -158,7 +162,8 @@ class WaitCounts:
 
 @dataclass
 class PoolStats:
-    """Rows by state; `pinned` ones are among the `ready`."""
+    """How many `rows` of `row_bytes` a pool has, and rows by state: `ready` to be used, of these
+    `pinned`, `filling`, or `quarantined`, as a late transfer may still write to them."""
 
     rows: int = 0
     ready: int = 0
@@ -188,8 +193,9 @@ class MirrorStats:
 
 @dataclass
 class ComparisonStats:
-    """Peers that compute the same rows as the replica, and peers that do not. `peer`, `layer` and
-    `amount` (relative) describe the latest difference."""
+    """Peers that compute the same rows as the replica, and peers that do not. `canaries` are those
+    that the replica has computed since its last reset. `peer`, the first `layer` and the relative
+    `amount` describe the latest difference."""
 
     compared: int = metric("compared_peers", "Peers that compute the same rows as the replica.")
     differing: int = metric(
@@ -199,7 +205,7 @@ class ComparisonStats:
     failed_audits: int = metric(
         "failed_audits_total", "Audits in which the rows differed from what the replica computes."
     )
-    canaries: int = 0  # that the replica has computed, since its last reset
+    canaries: int = 0
     lost_probes: int = metric(
         "lost_probes_total", "Canaries and audits that the engine did not compute in time."
     )
@@ -210,7 +216,8 @@ class ComparisonStats:
 
 @dataclass
 class HookStats:
-    """Events at which `xavier_hooks` raised, and those that it was too slow for."""
+    """Events at which `xavier_hooks` raised (`failed`), and those that it was too slow for
+    (`dropped`)."""
 
     failed: int = 0
     dropped: int = 0
@@ -222,7 +229,8 @@ class HookStats:
 
 @dataclass(kw_only=True)
 class Counters:
-    """Counts that can be summed over replicas."""
+    """Counts that can be summed over replicas. `bytes_received` and `bytes_sent` count chunks from
+    and to peers, `fetches` those from peers."""
 
     hits: Hits = field(
         default_factory=Hits,
@@ -242,7 +250,7 @@ class Counters:
 
 @dataclass(kw_only=True)
 class Totals(Counters):
-    """Sums over all replicas."""
+    """`Counters`, summed over all replicas; `holdings` are the chunks that they offer to peers."""
 
     holdings: int = 0
 
@@ -262,13 +270,16 @@ class WarmJoinStats:
 
 @dataclass(kw_only=True)
 class ReplicaStats(Counters):
-    """What a replica reports about itself.
+    """`Counters`, and what else a replica reports about itself.
 
     `vllm` is the version it runs, and `vllm_untested` says that it is newer than all that were
     tested. `from_environment` are the options whose values are the cluster's defaults.
     `not_sharing` is why it cannot fetch from any peer. `received_from` has bytes by donor,
-    `fetching` rows by donor. `transport` and `bytes_sent` come from the
-    transfer process and are missing in a heartbeat.
+    `fetching` rows by donor. `transport`, `transfer_pid` and `bytes_sent` come from the transfer
+    process and are missing in a heartbeat.
+
+    Classes of their own describe `fetch_decisions`, `waits` for a peer's prefill, the `pool`,
+    `grants` to peers, the `mirror` of their chunks, the `comparison` with them, and `warm_join`.
     """
 
     vllm: str | None = None
@@ -324,10 +335,11 @@ class ReplicaStats(Counters):
 
 @dataclass(kw_only=True)
 class ReplicaStatus(ReplicaStats):
-    """A replica's stats and what the tracker knows of it.
+    """`ReplicaStats`, and what the tracker knows of the replica.
 
-    `replica` is xinference's name for it. `serves`: peers can fetch from it now. `stale`: its stats
-    are those of its last heartbeat.
+    `replica` is xinference's name for it, `incarnation` vLLM's engine id, `address` that of its
+    actor. Replicas share within a `namespace`. `serves`: peers can fetch from it now. `stale`: it
+    did not answer, and its stats are those of its last heartbeat. `raw` is the server's answer.
     """
 
     incarnation: str
@@ -345,6 +357,8 @@ class ReplicaStatus(ReplicaStats):
 
 @dataclass
 class TrackerStats:
+    """`watches` are calls that wait for news now."""
+
     dropped: int = metric(
         "tracker_dropped_chunks_total",
         "Chunks that the tracker does not list because a replica published too many.",
@@ -370,8 +384,8 @@ CHOICES = ("local", "fetch", "compute", "backlog", "prefill")
 
 @dataclass
 class KnownLoad:
-    """What a replica has to do now: seconds of prefill, and the `requests` that wait or run there.
-    One at its request limit does not accept more. `role` is "any", "prefill" or "decode"."""
+    """What a replica has to do now: `backlog_s` seconds of prefill, and the `requests` that wait or
+    run there. At its request limit it `accepts` no more. `role` is "any", "prefill" or "decode"."""
 
     backlog_s: float = 0.0
     requests: int = 0
@@ -385,10 +399,7 @@ class RoutingStats:
 
     `loads` has the replicas whose load is known now, `choices` the requests that were sent, by
     reason, and `replicas` the same by xinference's name for the replica. A request that is `moved`
-    is sent again. Those that are `unrouted` go in turn.
-
-    `forecasts` counts requests whose answers were streamed; `predicted_s`, `actual_s` and `error_s`
-    are sums over them, of the time until the first byte.
+    is sent again, and counts twice.
     """
 
     mode: str = ""
@@ -450,7 +461,9 @@ PREFIX_STATES = ("kept", "computing", "waiting", "failed")
 
 @dataclass(kw_only=True)
 class ModelStatus:
-    """`enabled` is the operator's switch, `routing` that of the process that answered,
+    """How the `replicas` of the model `model_uid` share, with their `totals`, and their `tracker`.
+
+    `enabled` is the operator's switch, `routing` that of the process that answered,
     `prefix_states` how many named prefixes are in each of `PREFIX_STATES`, `prefix_file_failures`
     how often the file of all models' names could not be read or written. `raw` is the server's
     answer."""
