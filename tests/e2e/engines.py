@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,17 +72,34 @@ class Tracker(TrackerProcess):
         return found[-1]
 
 
-def start_engine(
-    name: str,
-    model: Path,
-    config: XavierConfig | None,
-    gates: Path | None = None,
-    *,
-    asynchronous: bool = False,
-    **more: Any,
-) -> Engine:
-    """An engine that is short of room. Its copies wait at a gate if it has any. `more` are
-    arguments of vLLM's."""
+class GatedEngine(Engine):
+    """An engine that is short of room. Its copies and sends wait at the gates in the folder `gates`
+    while they are closed. `more` are arguments of vLLM's."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        config: XavierConfig,
+        gates: Path,
+        *,
+        asynchronous: bool = False,
+        **more: Any,
+    ) -> None:
+        gates.mkdir()
+        self.gates = gates
+        kind = _short_of_room(asynchronous, more, {FOLDER: str(gates)})
+        super().__init__(name, model, kind, config)
+
+
+def engine_alone(name: str, model: Path) -> Engine:
+    """An engine that is short of room and shares nothing."""
+    return Engine(name, model, _short_of_room(False, {"enable_prefix_caching": False}, {}))
+
+
+def _short_of_room(
+    asynchronous: bool, more: Mapping[str, Any], environment: Mapping[str, str]
+) -> Kind:
     arguments = {
         "max_model_len": CONTEXT,
         "num_gpu_blocks_override": KV_BLOCKS,
@@ -90,14 +108,10 @@ def start_engine(
         **_on_a_card(asynchronous),
         **more,
     }
-    if config is None:
-        arguments["enable_prefix_caching"] = False
     gated = {"spec_name": "GatedSpec", "spec_module_path": "tests.e2e.gated_copies"}
-    environment = {} if gates is None else {FOLDER: str(gates)}
-    kind = Kind(
+    return Kind(
         arguments=arguments, asynchronous=asynchronous, environment=environment, extra=gated
     )
-    return Engine(name, model, kind, config)
 
 
 def _on_a_card(asynchronous: bool) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from tests.e2e.engines import (
     CHUNKS,
     POOL_ROWS,
     ROW_BYTES,
+    GatedEngine,
     Known,
     Tracker,
+    engine_alone,
     fine_tune,
     prompt,
-    start_engine,
 )
 from tests.e2e.gates import Gate, closed
 from tests.harness.engines import ANSWER_PATIENCE, CHUNK, Answer, Engine
@@ -66,12 +67,10 @@ class Cluster:
         )
         self.engines = []
         for name in ("a", "b"):
-            gates = folder / name
-            gates.mkdir()
-            engine = start_engine(name, original, config, gates, asynchronous=asynchronous)
-            self.engines.append(engine)
+            gated = GatedEngine(name, original, config, folder / name, asynchronous=asynchronous)
+            self.engines.append(gated)
         self.a, self.b = self.engines
-        self._alone = start_engine("alone", original, None)
+        self._alone = engine_alone("alone", original)
         self._alone_has = original
         self._right: dict[tuple[Path, int, tuple[int, ...]], tuple[int, ...]] = {}
         self._versions = itertools.count(1)

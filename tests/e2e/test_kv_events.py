@@ -19,7 +19,7 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
-from tests.e2e.engines import CHUNKS, POOL_ROWS, ROW_BYTES, Tracker, prompt, start_engine
+from tests.e2e.engines import CHUNKS, POOL_ROWS, ROW_BYTES, GatedEngine, Tracker, prompt
 from tests.harness.engines import CHUNK
 from tests.harness.replicas import MODEL, wait_until
 from xinference_xavier.config import XavierConfig
@@ -75,8 +75,7 @@ class Publisher:
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
         self._tracker = tracker
         gates = folder / f"gates-of-{name}"
-        gates.mkdir()
-        self.engine = start_engine(name, model, config, gates, kv_events_config=events)
+        self.engine = GatedEngine(name, model, config, gates, kv_events_config=events)
         self.router = Router(endpoint)
 
     def held(self) -> set[object]:
