@@ -23,7 +23,8 @@ PARTS = {
     "served": "the same with `vllm bench serve`",
     "scheduler": "what vLLM's scheduler thread spends on us",
     "tracker": "an index of a million keys, and how soon its updates arrive",
-    "routing": "where requests should go: two traces replayed on 2 to 1,000 simulated replicas",
+    "routing": "where requests should go: traces and sessions on 2 to 1,000 simulated replicas",
+    "rounds": "sessions of many rounds on three real replicas, routed and in turn",
 }
 
 

@@ -1,4 +1,5 @@
-"""Part `routing`: where requests should go, by replaying real traces on simulated replicas.
+"""Part `routing`: where requests should go, by replaying real traces and sessions of many rounds on
+simulated replicas.
 
 The router, the tracker's index, the mirror and the pools are the real ones; the rest is in
 `simulator.py`, and the other choices are in `rivals.py`. The reference is whichever of them does
@@ -8,7 +9,7 @@ ever computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
 from statistics import mean, median
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from benchmarks import rivals, traces
 from benchmarks.figures import table
 from benchmarks.simulator import ENGINE, Maker, Result, Simulator
-from benchmarks.traces import CHUNK, Request
+from benchmarks.traces import CHUNK, Request, Rounds
 
 REPLICAS = (2, 4, 8, 64, 1000)
 LOADS = (0.5, 0.8, 0.95)
@@ -31,7 +32,15 @@ COPIES = {("synthetic", 1000): 3}
 ERRORS = (0.5, 1.0)
 """The shares by which a prompt takes longer or less than forecast, in runs of their own."""
 ERROR_REPLICAS, ERROR_LOAD = 4, 0.8
-QUICK = {"REPLICAS": (4,), "WHOLE": (), "REQUESTS": 500, "ERRORS": (1.0,)}
+ROUNDS_REPLICAS, ROUNDS_SECONDS = (4, 8), 400.0
+QUICK = {
+    "REPLICAS": (4,),
+    "WHOLE": (),
+    "REQUESTS": 500,
+    "ERRORS": (1.0,),
+    "ROUNDS_REPLICAS": (4,),
+    "ROUNDS_SECONDS": 60.0,
+}
 OURS, TODAY = "earliest finish", "in turn"
 POLICIES: Mapping[str, tuple[Maker, bool]] = {
     OURS: (rivals.EarliestFinish, True),
@@ -46,21 +55,32 @@ POLICIES: Mapping[str, tuple[Maker, bool]] = {
 
 
 def measure() -> dict[str, Any]:
-    runs = []
+    return {"runs": [*_on_traces(), *_on_rounds()]}
+
+
+def _on_traces() -> Iterator[dict[str, Any]]:
+    cases = [(replicas, load, 0.0) for replicas in REPLICAS for load in LOADS]
+    cases += [(ERROR_REPLICAS, ERROR_LOAD, error) for error in ERRORS]
     for name in traces.NAMES:
         trace = traces.load(name)
-        runs += [_run(name, trace, replicas, load, 0.0) for replicas in REPLICAS for load in LOADS]
-        runs += [_run(name, trace, ERROR_REPLICAS, ERROR_LOAD, error) for error in ERRORS]
-    return {"runs": runs}
+        for replicas, load, error in cases:
+            requests = trace if replicas in WHOLE else trace[:REQUESTS]
+            requests = traces.copied(requests, COPIES.get((name, replicas), 1))
+            pieces = PIECES if replicas > PIECES else 1
+            requests = traces.spread(requests, load * replicas * ENGINE.prefill, pieces)
+            yield _run(name, requests, replicas, load, error)
+
+
+def _on_rounds() -> Iterator[dict[str, Any]]:
+    for replicas in ROUNDS_REPLICAS:
+        for load in LOADS:
+            requests = Rounds().requests(load * replicas * ENGINE.prefill, ROUNDS_SECONDS)
+            yield _run("rounds", requests, replicas, load, 0.0)
 
 
 def _run(
-    name: str, trace: Sequence[Request], replicas: int, load: float, error: float
+    name: str, requests: Sequence[Request], replicas: int, load: float, error: float
 ) -> dict[str, Any]:
-    requests = trace if replicas in WHOLE else trace[:REQUESTS]
-    requests = traces.copied(requests, COPIES.get((name, replicas), 1))
-    pieces = PIECES if replicas > PIECES else 1
-    requests = traces.spread(requests, load * replicas * ENGINE.prefill, pieces)
     policies = {
         policy: _summary(Simulator(replicas, maker, shares=shares, error=error).run(requests))
         for policy, (maker, shares) in POLICIES.items()

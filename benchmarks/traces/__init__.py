@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import random
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -38,8 +40,45 @@ def load(name: str) -> list[Request]:
     return found
 
 
-def _key(number: int) -> bytes:
-    return sha256(str(number).encode()).digest() + GROUP
+def _key(name: object) -> bytes:
+    return sha256(str(name).encode()).digest() + GROUP
+
+
+class Rounds(NamedTuple):
+    """Sessions of many rounds, in the shape of production-stack's `multi-round-qa`: all begin with
+    one system prompt, then each user's own history, and each round adds a question and an answer.
+    Lengths are in tokens."""
+
+    system: int = 1000
+    history: int = 20_000
+    added: int = 200
+    rounds: int = 10
+    pause: float = 10.0
+    """Mean seconds between two rounds of a session."""
+
+    @property
+    def new(self) -> int:
+        """Tokens of a session that nobody has computed before."""
+        return self.history + self.rounds * self.added
+
+    def requests(self, tokens_per_s: float, seconds: float) -> list[Request]:
+        """The requests of so many seconds. Sessions begin at random, so that the new tokens come at
+        this rate."""
+        source = random.Random(0)
+        found = list[Request]()
+        begin = 0.0
+        for user in itertools.count():
+            begin += source.expovariate(tokens_per_s / self.new)
+            if begin > seconds:
+                break
+            at, tokens = begin, self.system + self.history
+            shared = [_key(chunk) for chunk in range(self.system // CHUNK)]
+            own = [_key((user, chunk)) for chunk in range((self.new + CHUNK) // CHUNK)]
+            for _ in range(self.rounds):
+                tokens += self.added
+                found.append(Request(at, tokens, [*shared, *own][: tokens // CHUNK]))
+                at += self.pause * source.uniform(0.7, 1.3)
+        return sorted((each for each in found if each.at <= seconds), key=lambda each: each.at)
 
 
 def spread(trace: Sequence[Request], tokens_per_s: float, pieces: int) -> list[Request]:

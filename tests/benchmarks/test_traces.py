@@ -7,7 +7,7 @@ from itertools import takewhile
 import pytest
 
 from benchmarks import traces
-from benchmarks.traces import CHUNK, Request
+from benchmarks.traces import CHUNK, Request, Rounds
 
 REQUESTS = [Request(float(at), 1000, [b"first", b"%d" % at]) for at in range(8)]
 
@@ -49,3 +49,16 @@ def test_copies_share_nothing() -> None:
     assert len(copied[9].keys) == 2
     assert copied[8].keys[0] == copied[9].keys[0]
     assert [request.at for request in copied[7:9]] == [7.0, 7.0]
+
+
+def test_rounds_begin_with_the_system_prompt_and_what_the_user_has_said() -> None:
+    requests = Rounds(pause=1.0).requests(tokens_per_s=10_000.0, seconds=200.0)
+    assert requests == sorted(requests, key=lambda request: request.at)
+    assert all(len(request.keys) == request.tokens // CHUNK for request in requests)
+    assert len({request.keys[0] for request in requests}) == 1
+    longest: dict[bytes, Request] = {}
+    for request in requests:
+        before = longest.get(request.keys[1])
+        assert before is None or list(before.keys) == list(request.keys[: len(before.keys)])
+        longest[request.keys[1]] = request
+    assert len(longest) * Rounds().new / 200.0 == pytest.approx(10_000.0, rel=0.2)

@@ -3,6 +3,7 @@ waits in order of arrival."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -67,10 +68,27 @@ def test_a_hot_prefix_spreads_when_its_owner_is_busy(cluster: Cluster) -> None:
     hot = prompt("hot", 9)
     for key in hot.keys:
         cluster.held._held[key] = cluster.held.sets.bit("a")
-    asked = [Prompt(1000, [*hot.keys, f"own {number}".encode()]) for number in range(8)]
+    asked = [Prompt(1000, [*hot.keys, f"own {number}".encode()]) for number in range(12)]
     spread = Counter(cluster.send(one).replica for one in asked)
     assert spread["a"] >= 2
     assert set(spread) == set("abcd")
+
+
+@pytest.mark.parametrize(("busy", "copied"), [(False, True), (True, False)])
+def test_busy_replicas_copy_less(cluster: Cluster, busy: bool, copied: bool) -> None:
+    """The owner of ten chunks has to compute for 0.7 s. Copying them would take 0.12 s."""
+    for key in prompt("hot", 10).keys:
+        cluster.held._held[key] = cluster.held.sets.bit("a")
+    for second in range(100):
+        for name in "abcd":
+            report = Report(float(second), 0, 0.5 * busy, 0, RATES)
+            cluster.router.report(name, report, limit=math.inf)
+        cluster.send(prompt(f"{second}", 1), now=float(second))
+    cluster.router.report("a", Report(100.0, 0, 0.7, 0, RATES))
+    for name in "bcd":
+        cluster.router.report(name, Report(100.0, 0, 0.0, 0, RATES))
+    choice = cluster.router.choose(prompt("hot", 10), 100.0)
+    assert (choice.reason == "fetch") == copied
 
 
 def test_a_full_cluster_sends_nothing(cluster: Cluster) -> None:

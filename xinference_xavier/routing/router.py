@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+import numpy as np
+
 from xinference_xavier.routing.choice import (
     Choice,
     Chunks,
@@ -30,11 +32,13 @@ from xinference_xavier.routing.choice import (
     forecast,
     held_runs,
     with_prefill_replicas,
+    work_weight,
 )
 from xinference_xavier.routing.load import Loads, Report
 
 GRACE = 2.0
 """Seconds in which a chunk that has been computed reaches the index."""
+_LATEST = 0.02  # weight of the latest choice in what is learned from all
 
 
 class Expected:
@@ -191,6 +195,7 @@ class Router:
         self._source = source
         self._expected = Expected()
         self._threshold = threshold
+        self._busy = 0.5  # share of the time in which a replica works
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
 
     def report(self, replica: str, report: Report, *, limit: float = math.inf) -> None:
@@ -204,7 +209,8 @@ class Router:
         found = self.forecast(prompt, now)
         if not whole:
             found = with_prefill_replicas(self.loads, found, self._size, self._threshold)
-        return choose(self.loads, found, self._source, preferred)
+        weight = work_weight(self._busy)
+        return choose(self.loads, found, self._source, preferred, weight=weight)
 
     def forecast(self, prompt: Prompt, now: float) -> Forecast:
         self._renumber()
@@ -216,6 +222,9 @@ class Router:
     def sent(self, request: str, choice: Choice, now: float) -> None:
         """The request goes to the chosen replica, which will soon hold all of its chunks."""
         prompt, terms = choice.forecast.prompt, choice.terms
+        backlog = choice.forecast.backlog
+        works = float((backlog[np.isfinite(backlog)] > 0.0).mean())
+        self._busy += _LATEST * (works - self._busy)
         self.in_flight.sent(request, choice.replica)
         seconds = terms.fetch + terms.compute
         if (prefill := choice.prefill) is not None:

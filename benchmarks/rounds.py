@@ -1,0 +1,131 @@
+"""Part `rounds`: sessions of many rounds on real replicas, routed and in turn.
+
+Three replicas under xinference, in the shape of production-stack's `multi-round-qa`: all sessions
+begin with one system prompt, then each user's own history, and each round adds a question and the
+last answer. A user asks the next question some seconds after the last one, or once that is
+answered. Routing is switched between runs, whose sessions have nothing in common.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import requests
+
+from benchmarks import pairs
+from benchmarks.figures import table
+from benchmarks.report import ROOT
+from examples.documents import document
+from examples.local_cluster import REQUEST_TIMEOUT, LocalCluster
+from tests.harness.engines import CHUNK, DTYPE, POOL_BYTES, own_model
+
+REPLICAS = 3
+USERS, ROUNDS = 12, 5
+PAUSE = 4.0
+"""Seconds between two questions of a user; the users begin one after another within them."""
+SYSTEM_ROWS, HISTORY_ROWS, QUESTION_ROWS = 10, 40, 2
+"""A row has about 50 tokens."""
+ANSWER_TOKENS = 32
+QUICK = {"ROUNDS": 2}
+UID = "rounds"
+_NAMES = {
+    "mean_s": "mean",
+    "median_s": "median",
+    "p90_s": "90 of 100",
+    "p99_s": "99 of 100",
+    "longest_s": "longest",
+}
+
+
+def measure() -> dict[str, Any]:
+    seeds = itertools.count(0, 1000)
+    with LocalCluster(ROOT / "build" / "bench-rounds.log") as cluster:
+        cluster.register(own_model(), "small")
+        cluster.launch("small", UID, replica=REPLICAS, **_LAUNCH)
+
+        def run(routed: bool) -> pairs.Run:
+            mode = "auto" if routed else "off"
+            cluster.call("POST", f"/v1/xavier/{UID}", {"routing": mode})
+            return _figures(_play(cluster.endpoint, next(seeds)))
+
+        for routed in (True, False):  # so that replicas know how fast they are
+            run(routed)
+        made = pairs.until_known(pairs.in_turns(run), until=0.0, watched={})
+    return {"pairs": len(made), "requests": USERS * ROUNDS, "compared": pairs.summary(made)}
+
+
+_LAUNCH: dict[str, Any] = {
+    "dtype": DTYPE,
+    "max_model_len": 16384,
+    "block_size": CHUNK,
+    "enable_xavier": True,
+    "xavier_pool_bytes": POOL_BYTES,
+}
+
+
+def _play(endpoint: str, seed: int) -> list[float]:
+    """Seconds to the first token of every request."""
+    system = document(seed, SYSTEM_ROWS)
+    with ThreadPoolExecutor(USERS) as users:
+        sessions = users.map(lambda user: [*_session(endpoint, system, seed, user)], range(USERS))
+        return [*itertools.chain.from_iterable(sessions)]
+
+
+def _session(endpoint: str, system: str, seed: int, user: int) -> Iterator[float]:
+    begin = time.monotonic() + PAUSE * user / USERS
+    said = system + document(seed + 1 + user, HISTORY_ROWS)
+    for number in range(ROUNDS):
+        time.sleep(max(0.0, begin + number * PAUSE - time.monotonic()))
+        said += f"\nQuestion {number}: {document(seed + 500 + number, QUESTION_ROWS)}\nAnswer: "
+        answer, seconds = _ask(endpoint, said)
+        said += answer
+        yield seconds
+
+
+def _ask(endpoint: str, prompt: str) -> tuple[str, float]:
+    """The answer, and the seconds to its first token."""
+    body = {
+        "model": UID,
+        "prompt": prompt,
+        "stream": True,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    began, first, text = time.monotonic(), 0.0, ""
+    with requests.post(
+        f"{endpoint}/v1/completions", json=body, stream=True, timeout=REQUEST_TIMEOUT
+    ) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith(b"data: {"):
+                continue
+            first = first or time.monotonic() - began
+            text += json.loads(line[6:])["choices"][0]["text"]
+    return text, first
+
+
+def _figures(seconds: list[float]) -> pairs.Run:
+    return {
+        "mean_s": mean(seconds),
+        "median_s": median(seconds),
+        "p90_s": float(np.percentile(seconds, 90)),
+        "p99_s": float(np.percentile(seconds, 99)),
+        "longest_s": max(seconds),
+    }
+
+
+def markdown(part: dict[str, Any]) -> str:
+    """Seconds to the first token: medians over the runs, and the mean ratio of the pairs with its
+    95 % confidence interval."""
+    return table(
+        (f"{part['pairs']} × {part['requests']} requests", "routed", "in turn", "ratio"),
+        ([title, *pairs.cells(part["compared"][name], digits=2)] for name, title in _NAMES.items()),
+    )
