@@ -224,6 +224,14 @@ def test_texts_of_different_media_are_different() -> None:
     assert text_of([picture(1).decode(), DOCUMENT]) != one
 
 
+def test_a_medium_is_a_piece_with_the_text_before_it_that_fills_none() -> None:
+    text = text_of(["x" * 700, picture(1), "y" * 1500])
+    ends = [(0, 0), (512, 0), (700, 1), (1212, 1), (1724, 1)]
+    assert [text.up_to(pieces) for pieces in range(len(text.hashes) + 1)] == ends
+    begins = [["ab", b"c"], ["a", b"bc"], ["ac", b"c"], ["abc"]]
+    assert len({text_of([*parts, picture(1)]).hashes[-1] for parts in begins}) == 4
+
+
 def test_a_long_prompt_says_more_of_the_tokens_of_a_text_than_a_short_one(texts: Texts) -> None:
     long = text_of(["a word " * 10_000])
     for _ in range(40):
