@@ -16,12 +16,14 @@ from xinference_xavier.frontend.question import (
     session_of,
     with_prefix,
 )
+from xinference_xavier.routing.texts import PIECE
 
 LONG = "many words " * 200
 SYSTEM = {"role": "system", "content": LONG}
 USER = {"role": "user", "content": LONG + "a question"}
 ANSWER = {"role": "assistant", "content": "an answer " * 100}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "AAAA" * 500}}
+IMAGE_URL = "data:image/png;base64," + "AAAA" * 500
+IMAGE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 
 
@@ -66,6 +68,7 @@ def test_the_next_turn_of_a_chat_begins_with_the_last_one() -> None:
     "change",
     [
         {"cache_salt": "tenant"},
+        {"lora_name": "adapter"},
         {"tools": TOOLS},
         {"messages": [{**SYSTEM, "role": "user"}, USER]},
     ],
@@ -96,18 +99,77 @@ async def test_nothing_a_client_sends_does_any_harm(request_: dict[str, Any]) ->
     assert (question.session, question.request_id) == ("", "")
 
 
-async def test_a_body_that_is_too_long_has_no_text() -> None:
+def test_a_tenant_is_no_adapter() -> None:
+    assert shared({"prompt": LONG, "cache_salt": "a"}, {"prompt": LONG, "lora_name": "a"}) == 0
+
+
+def test_a_text_that_is_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"prompt": LONG}
-    assert (await read_question(request, module.MAX_BODY, None)).text == prompt_text(request)
-    assert (await read_question(request, module.MAX_BODY + 1, None)).text.length == 0
+    monkeypatch.setattr(module, "MAX_TEXT", len("prompt") + len(LONG) + 2)
+    assert prompt_text(request).length > len(LONG)
+    assert prompt_text({"prompt": LONG + "x"}).length == 0
+    many = {"type": "image_url", "image_url": [0] * len(LONG)}
+    assert prompt_text({"messages": [many]}).length == 0
+    content = [{"type": "image_url", "image_url": {"url": IMAGE_URL * 100}}]
+    assert prompt_text({"messages": [{"role": "user", "content": content}]}).length > 0
 
 
-def test_a_session_is_named_by_header_or_by_openais_field() -> None:
-    request = {"prompt_cache_key": "key"}
-    assert session_of(request, None) == "key"
-    assert session_of(request, "header") == "header"
-    assert session_of({"prompt_cache_key": 5}, None) == ""
-    assert len(session_of({}, "x" * 100_000)) <= 256
+@pytest.mark.parametrize(
+    "medium",
+    [
+        {"type": "image_url", "image_url": {"url": IMAGE_URL}},
+        {"type": "image_url", "image_url": {"url": "https://example.org/1.png"}},
+        {"image_url": {"url": IMAGE_URL}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA" * 500, "format": "wav"}},
+        {"type": "image", "source": {"type": "base64", "data": "AAAA" * 500}},
+        {"type": "video", "video": ["https://example.org/1.png", "https://example.org/2.png"]},
+    ],
+)
+def test_what_is_no_text_is_one_medium_each(medium: dict[str, Any]) -> None:
+    def asked(*content: object) -> dict[str, Any]:
+        return {"messages": [SYSTEM, {"role": "user", "content": [*content]}]}
+
+    question = {"type": "text", "text": "And this?"}
+    one, two = prompt_text(asked(medium, question)), prompt_text(asked(medium, medium, question))
+    assert [len(one.media), len(two.media)] == [1, 2]
+    assert one.length < two.length < len(LONG) + PIECE
+    assert shared(asked(medium), asked(medium, question)) == len(prompt_text(asked(medium)).hashes)
+    pieces = one.media[0][0]
+    other = {**medium, "type": "image_url", "more": "of another"}
+    assert shared(asked(medium, question), asked(other, question)) == pieces - 1
+
+
+def test_a_block_of_text_is_its_text() -> None:
+    marked = {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}
+    plain, block = ({"role": "user", "content": each} for each in (LONG, [marked]))
+    assert prompt_text({"messages": [plain]}) == prompt_text({"messages": [block]})
+
+
+USER_ID = "user_0a1b_account_8d6c-4f_session_5b1f-22"
+
+
+@pytest.mark.parametrize(
+    ("fields", "header", "session"),
+    [
+        ({"prompt_cache_key": "key"}, None, "key"),
+        ({"prompt_cache_key": "key"}, "header", "header"),
+        ({"prompt_cache_key": 5}, None, ""),
+        ({"metadata": {"user_id": USER_ID}}, None, "5b1f-22"),
+        ({"metadata": {"user_id": USER_ID}, "prompt_cache_key": "key"}, None, "key"),
+        ({"metadata": {"user_id": '{"device_id": "0a", "session_id": "5b"}'}}, None, "5b"),
+        ({"metadata": {"user_id": '{"session_id": {}}'}}, None, ""),
+        ({"metadata": {"user_id": "[" * 100_000}}, None, ""),
+        ({"metadata": {"user_id": "mallory"}}, None, ""),
+        ({"metadata": {"user_id": "7" * 9999}}, None, ""),
+        ({"metadata": {"user_id": 7}}, None, ""),
+        ({"metadata": [USER_ID]}, None, ""),
+        ({}, "x" * 100_000, "x" * 256),
+    ],
+)
+def test_a_session_is_named_by_a_header_or_in_the_body(
+    fields: dict[str, Any], header: str | None, session: str
+) -> None:
+    assert session_of(fields, header) == session
 
 
 PLAIN = {"prompt": "text", "cache_salt": "tenant"}

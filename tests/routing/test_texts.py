@@ -136,33 +136,100 @@ def test_the_oldest_requests_go_that_nobody_reports(
     assert learned[0] != keys(1, "0-")[0]
 
 
-def image(number: int) -> str:
-    return f"data:image/png;base64,{number:08}" + "iVBORw0K" * 131_072  # a megabyte
+QUESTION = "What is this?"
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["image_url", "url", image(1)],
-        ["image_url", "url", "https://example.org/1.png"],
-        ["source", "type", "base64", "media_type", "image/png", "data", "iVBORw0K" * 131_072],
-    ],
-    ids=["data", "address", "base64"],
-)
-def test_images_teach_nothing_of_the_tokens_of_a_text(texts: Texts, parts: list[str]) -> None:
+def picture(number: int) -> bytes:
+    return f"{number:08}".encode() * 131_072  # a megabyte
+
+
+def learned(texts: Texts, text: Text, known: list[bytes]) -> int:
+    """The leading chunks whose keys are known."""
+    return sum(key in known for key in texts.prompt(text).keys)
+
+
+@pytest.mark.parametrize("tokens", [250, 1300, 20_000])
+def test_a_medium_has_the_tokens_that_are_not_the_texts(texts: Texts, tokens: int) -> None:
+    of_text = len(DOCUMENT + QUESTION) // 4
+    learn(texts, text_of([DOCUMENT, picture(1), QUESTION]), of_text + tokens)
+    again = texts.prompt(text_of([DOCUMENT, picture(1), QUESTION])).tokens
+    assert again == pytest.approx(of_text + tokens, rel=0.01)
+    another = texts.prompt(text_of([DOCUMENT, picture(2), "And that?"])).tokens
+    assert another == pytest.approx(of_text + tokens, rel=0.05)
+    two = texts.prompt(text_of(["A new text. ", picture(2), "and", picture(3)])).tokens
+    assert two == pytest.approx(2 * tokens, rel=0.1)
+
+
+def test_the_same_text_with_another_medium_is_known_up_to_it(texts: Texts) -> None:
+    of_text = len(DOCUMENT) // 4
+    known = learn(texts, text_of([DOCUMENT, picture(1), QUESTION]), of_text + 1300)
+    other = text_of([DOCUMENT, picture(2), QUESTION])
+    assert of_text // CHUNK - 2 <= learned(texts, other, known) <= of_text // CHUNK
+
+
+def test_the_same_medium_with_another_question_is_known(texts: Texts) -> None:
+    """Although the text before it fills no piece, nor does the question."""
+    known = learn(texts, text_of(["Look: ", picture(1), QUESTION]), 1300)
+    other = text_of(["Look: ", picture(1), "And then?"])
+    assert learned(texts, other, known) == 10
+    assert texts.prompt(other).tokens == pytest.approx(1300, rel=0.01)
+
+
+def test_each_medium_has_its_place(texts: Texts) -> None:
+    parts = [DOCUMENT, picture(1), DOCUMENT, picture(2), DOCUMENT]
+    of_text = 3 * len(DOCUMENT) // 4
+    known = learn(texts, text_of(parts), of_text + 2 * 1280)
+    for end, tokens in ((2, of_text // 3 + 1280), (4, 2 * of_text // 3 + 2 * 1280)):
+        other = text_of([*parts[:end], "something else " * 1000])
+        assert learned(texts, other, known) == tokens // CHUNK
+
+
+def test_media_teach_nothing_of_the_tokens_of_a_text(texts: Texts) -> None:
     learn(texts, text_of([DOCUMENT]), 4000)
     new = text_of(["another text " * 3000])
     before = texts.prompt(new).tokens
-    for _ in range(4):
-        learn(texts, text_of(["What is this?", *parts]), 1500)
+    for number in range(4):
+        learn(texts, text_of([QUESTION, picture(number)]), 1500)
     assert texts.prompt(new).tokens == before
-    assert text_of(["What is this?", *parts]).length < 1000
+    assert text_of([QUESTION, picture(1)]).length == len(QUESTION)
 
 
-def test_texts_with_different_images_are_different() -> None:
-    one, another = (text_of([image(number), DOCUMENT]) for number in (1, 2))
-    assert not set(one.hashes) & set(another.hashes)
-    assert text_of([image(1), DOCUMENT]) == one
+def test_what_a_medium_has_is_told_from_the_beginning_that_is_known(texts: Texts) -> None:
+    """The text of a long chat may have more tokens than others."""
+    chat = [DOCUMENT * 5, "x" * PIECE]
+    learn(texts, text_of(chat), len(DOCUMENT) * 2)
+    for number in range(40):
+        learn(texts, text_of([f"{number}" + DOCUMENT]), len(DOCUMENT) // 5)
+    known = texts.prompt(text_of(chat)).tokens
+    learn(texts, text_of([*chat, picture(1)]), known + 300)
+    assert texts.prompt(text_of([picture(2)])).tokens == pytest.approx(300, rel=0.1)
+
+
+def test_new_media_have_keys_of_their_own(texts: Texts) -> None:
+    one, other = (text_of([DOCUMENT, picture(n), DOCUMENT]) for n in (1, 2))
+    before = texts.prompt(one).keys
+    shared = [*zip(before, texts.prompt(other).keys, strict=True)]
+    alike = sum(first == second for first, second in shared)
+    assert alike == one.media[0][0] - 1
+    assert not {first for first, _ in shared[alike:]} & {second for _, second in shared[alike:]}
+    learn(texts, text_of(["another", picture(3)]), 300)
+    after = texts.prompt(one).keys
+    assert after == before[: len(after)]
+
+
+def test_texts_of_different_media_are_different() -> None:
+    one, other = (text_of([picture(n), DOCUMENT]) for n in (1, 2))
+    assert not {*one.hashes} & {*other.hashes}
+    assert text_of([picture(1), DOCUMENT]) == one
+    assert text_of([picture(1).decode(), DOCUMENT]) != one
+
+
+def test_a_medium_is_a_piece_with_the_text_before_it_that_fills_none() -> None:
+    text = text_of(["x" * 700, picture(1), "y" * 1500])
+    ends = [(0, 0), (512, 0), (700, 1), (1212, 1), (1724, 1)]
+    assert [text.up_to(pieces) for pieces in range(len(text.hashes) + 1)] == ends
+    begins = [["ab", b"c"], ["a", b"bc"], ["ac", b"c"], ["abc"]]
+    assert len({text_of([*parts, picture(1)]).hashes[-1] for parts in begins}) == 4
 
 
 def test_a_long_prompt_says_more_of_the_tokens_of_a_text_than_a_short_one(texts: Texts) -> None:

@@ -20,6 +20,7 @@ from xinference_xavier.serving.routing import add_routing
 
 HEADERS = {"anthropic-version": "2023-06-01"}
 REPLICAS = ("m-0", "m-1")
+WRAPPED = ("require_model", "parse_anthropic_request", "parse_responses_request")
 
 
 class NoPrefixes:
@@ -118,7 +119,7 @@ class TextApi:
             _get_supervisor_ref=self._get_supervisor_ref,
             _report_error_event=self._report_error_event,
         )
-        self._original = restful_api.require_model
+        self._originals = {name: getattr(restful_api, name) for name in WRAPPED}
         routers = _Known(self.cluster.router if routed else None)
         context = SimpleNamespace(app=self.app, router=router)
         add_routing(context, routers, prefixes or NoPrefixes())
@@ -134,7 +135,8 @@ class TextApi:
     async def stop(self) -> None:
         from xinference.api import restful_api
 
-        restful_api.require_model = self._original
+        for name, original in self._originals.items():
+            setattr(restful_api, name, original)
         await self.client.aclose()
         for name in [*self.models]:
             await self.end(name)

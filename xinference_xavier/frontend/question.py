@@ -7,19 +7,25 @@ goes by backlog alone. What decides what the model is given is read, or refused.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from xinference_xavier.errors import shown
 from xinference_xavier.frontend.model_router import NO_TEXT
-from xinference_xavier.routing.texts import Text, text_of
+from xinference_xavier.frontend.prefix import LORA
+from xinference_xavier.routing.texts import PIECE, Text, text_of
 
-MAX_BODY = 4 << 20
-"""Bytes. Hashing a longer one would take longer than the choice may take."""
+MAX_TEXT = 4 << 20
+"""Characters. Hashing a longer text would take longer than the choice may take. What is no text
+counts as a piece, however long it is."""
 SALT = "cache_salt"
 """The field that names a tenant."""
-_FIELDS = (SALT, "tools", "system", "instructions", "prompt", "messages", "input")
-"""What a prompt is made of, in the order in which templates put it."""
+_FIELDS = (SALT, LORA, "tools", "system", "instructions", "prompt", "messages", "input")
+"""What the keys of a prompt depend on. Tools come first, as in the templates of Qwen3.5 and GLM; in
+others, such as Qwen3's, the system prompt does."""
+_MEDIA = {"audio", "audio_url", "image", "image_url", "input_audio", "video", "video_url"}
+"""Types of what is no text in a message."""
 RETENTIONS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}
 """Seconds, by OpenAI's `prompt_cache_retention`."""
 _LONG = 64 << 10
@@ -41,13 +47,15 @@ async def read_question(
     size: int,
     session: str | None,
     before: Mapping[str, Any] | None = None,
+    chat: Mapping[str, Any] | None = None,
 ) -> Question:
-    """`size` is that of the request's body. `session` is the value of the header `x-session-id`,
-    `before` the content of a named prefix with which the request begins."""
+    """`size` is that of the request's body. `session` is the one that a header names, `before` the
+    content of a named prefix with which the request begins, `chat` what the model gets of a request
+    that is translated for it."""
 
     def read() -> Question:
-        whole = request if before is None else with_prefix(request, before)
-        text = NO_TEXT if size > MAX_BODY else prompt_text(whole)
+        whole = request if chat is None else {**chat, SALT: request.get(SALT)}
+        text = prompt_text(whole if before is None else with_prefix(whole, before))
         return _question(request, text, session)
 
     short = size < _LONG and before is None  # a named text may have megabytes
@@ -99,21 +107,36 @@ def with_prefix(request: Mapping[str, Any], content: Mapping[str, Any]) -> dict[
 
 
 def prompt_text(request: Mapping[str, Any]) -> Text:
+    parts, length = list[str | bytes](), 0
     try:
-        parts = [*_parts([request[name] for name in _FIELDS if request.get(name)])]
+        for part in _parts({name: request[name] for name in _FIELDS if request.get(name)}):
+            length += len(part) + 1 if isinstance(part, str) else PIECE
+            if length > MAX_TEXT:
+                return NO_TEXT
+            parts.append(part)
     except RecursionError:
         return NO_TEXT
     return text_of(parts)
 
 
-def _parts(value: object) -> Iterator[str]:
-    """All texts and numbers in it, with the names of their fields."""
+def _parts(value: object) -> Iterator[str | bytes]:
+    """All texts and numbers in it, with the names of their fields; those of media as bytes. A block
+    of text is its text, whatever is noted beside it, such as `cache_control`."""
     if isinstance(value, str):
-        yield value
+        inline = value.startswith("data:") and ";base64," in value[:100]
+        yield _encoded(value) if inline else value
     elif isinstance(value, list):
         for item in value:
             yield from _parts(item)
     elif isinstance(value, dict):
+        kind = value.get("type")
+        if kind == "text" and isinstance(text := value.get("text"), str):
+            yield text
+            return
+        if isinstance(kind, str) and kind in _MEDIA:
+            yield kind
+            yield from map(_encoded, _parts([*value.values()]))
+            return
         for name, item in value.items():
             yield name
             yield from _parts(item)
@@ -121,7 +144,26 @@ def _parts(value: object) -> Iterator[str]:
         yield str(value)
 
 
+def _encoded(part: str | bytes) -> bytes:
+    return part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
+
+
 def session_of(request: Mapping[str, Any], header: str | None) -> str:
     """The session that a client names; empty if it names none."""
-    named = header or request.get("prompt_cache_key")
-    return named[:256] if isinstance(named, str) else ""
+    named = (header, request.get("prompt_cache_key"), _session_of_user(request.get("metadata")))
+    return next((each[:256] for each in named if each and isinstance(each, str)), "")
+
+
+def _session_of_user(metadata: object) -> str:
+    """The session in the id of the user that Claude Code sends; a user alone is no session."""
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user, str):
+        return ""
+    if "_session_" in user:
+        return user.rpartition("_session_")[2]
+    try:  # as later versions put it
+        named = json.loads(user)
+    except (ValueError, RecursionError):
+        return ""
+    session = named.get("session_id") if isinstance(named, dict) else None
+    return session if isinstance(session, str) else ""

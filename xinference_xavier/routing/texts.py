@@ -6,6 +6,9 @@ prompt has, and its keys. From then on the router knows the keys of all texts th
 one, as far as they do, and about how many tokens a text has. That works for whatever a prompt is
 made of, such as templates, tools, adapters and images, and takes microseconds.
 
+A medium, such as an image, is a piece of its own. Its bytes say nothing of its tokens: they are
+what a prompt has beyond the tokens of its text.
+
 What nobody has asked yet has no keys. Until it has, its own hashes stand for them, so that requests
 with the same new text are known to be alike.
 
@@ -15,8 +18,10 @@ Pure; belongs to one thread.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from xinference_xavier.routing.choice import Prompt
@@ -29,47 +34,76 @@ the same size covers requests that no replica has reported yet."""
 MAX_UNDERWAY = 10_000
 _BYTES_PER_TOKEN = 4.0  # before the first report
 _TOKENS = 1000.0  # that this counts for
-_WEIGHT = 0.1  # of the latest report
 _LEAST, _MOST = 1.0, 16.0  # bytes of a token; anything else is no text
-_MEDIA = {"audio_url", "document", "image", "image_url", "input_audio", "input_image", "video_url"}
-"""Names in a request beside what is no text."""
+_MEDIUM_TOKENS = 1024.0  # before the first report
+_MEDIA = 0.001  # that this counts for
+_MOST_MEDIUM = 100_000.0  # tokens
+_WEIGHT = 0.1  # of the latest report
 
 
 class Text(NamedTuple):
-    """What goes into a prompt: its length in bytes, and the hashes of its leading pieces. A prompt
-    with `media` has tokens that are no text's."""
+    """What goes into a prompt: its bytes of text, and the hashes of its leading pieces, of which
+    each medium is one. `media` has the pieces and the bytes up to the end of each medium."""
 
     length: int
     hashes: Sequence[bytes]
-    media: bool = False
+    media: Sequence[tuple[int, int]] = ()
+
+    def up_to(self, piece: int) -> tuple[int, int]:
+        """Bytes of text, and media, in the leading pieces."""
+        media = bisect_right(self.media, (piece, self.length))
+        medium, length = self.media[media - 1] if media else (0, 0)
+        return length + (piece - medium) * PIECE, media
 
 
-def text_of(parts: Iterable[str]) -> Text:
-    """Parts that differ only in where they are divided are different texts. Encoded images and the
-    like are counted as their hashes: their length says nothing of their tokens."""
-    plain, before, media = list[bytes](), "", False
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        if part.startswith("data:") or (before == "data" and len(part) > PIECE):
-            encoded, media = hashlib.blake2b(encoded, digest_size=16).digest(), True
-        media = media or part in _MEDIA
-        plain.append(encoded)
-        before = part
-    encoded = b"\0".join(plain)
+def text_of(parts: Iterable[str | bytes]) -> Text:
+    """Parts of bytes are no text: those between two texts are one medium. Parts that differ only in
+    where they are divided are different texts."""
     digest = hashlib.blake2b(digest_size=16)
-    hashes = []
-    for start in range(0, len(encoded) - PIECE + 1, PIECE):
-        digest.update(encoded[start : start + PIECE])
-        hashes.append(digest.copy().digest())
-    return Text(len(encoded), hashes, media)
+    length, hashes, media = 0, list[bytes](), list[tuple[int, int]]()
+    for kind, run in groupby(parts, type):
+        encoded = b"\0".join(
+            part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
+            for part in run
+        )
+        if kind is bytes:
+            digest.update(b"\0")
+            digest.update(encoded)
+            hashes.append(digest.copy().digest())
+            media.append((len(hashes), length))
+            continue
+        rest = len(encoded) % PIECE
+        for start in range(0, len(encoded) - rest, PIECE):
+            digest.update(encoded[start : start + PIECE])
+            hashes.append(digest.copy().digest())
+        digest.update(encoded[len(encoded) - rest :])
+        length += len(encoded)
+    return Text(length, hashes, media)
 
 
 class _Known(NamedTuple):
-    """A prompt that a replica has reported, and the length of its text."""
+    """A prompt that a replica has reported, and how much text and how many media it has."""
 
     tokens: int
     keys: Sequence[bytes]
     length: int
+    media: int
+
+
+class _Ratio:
+    """A ratio of sums over the reports, in which the latest counts most."""
+
+    def __init__(self, first: float, weight: float, least: float, most: float) -> None:
+        self._over, self._under = first * weight, weight
+        self._least, self._most = least, most
+
+    def add(self, over: float, under: float) -> None:
+        self._over += _WEIGHT * (over - self._over)
+        self._under += _WEIGHT * (under - self._under)
+
+    @property
+    def value(self) -> float:
+        return min(self._most, max(self._least, self._over / self._under))
 
 
 class Texts:
@@ -77,32 +111,41 @@ class Texts:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        # Sums over the reports, in which the latest counts most.
-        self._bytes, self._tokens = _BYTES_PER_TOKEN * _TOKENS, _TOKENS
-        # By the hash of each piece, with the bytes up to its end.
-        self._pieces: OrderedDict[bytes, tuple[_Known, int]] = OrderedDict()
+        self._bytes_per_token = _Ratio(_BYTES_PER_TOKEN, _TOKENS, _LEAST, _MOST)
+        self._tokens_per_medium = _Ratio(_MEDIUM_TOKENS, _MEDIA, 0.0, _MOST_MEDIUM)
+        self._pieces: OrderedDict[bytes, _Known] = OrderedDict()  # by hash
         self._underway: OrderedDict[str, Text] = OrderedDict()
         self._underway_pieces = 0
 
     def prompt(self, text: Text) -> Prompt:
         """What `text` will be as a prompt, as far as is known."""
-        pieces = self._pieces
-        known = next((n for n in range(len(text.hashes), 0, -1) if text.hashes[n - 1] in pieces), 0)
-        tokens, keys, end = 0.0, list[bytes](), 0
-        if known:
-            found, end = pieces[text.hashes[known - 1]]
-            tokens = found.tokens * end / found.length
-            keys += found.keys[: int(tokens) // self._chunk_tokens]
-            for piece in text.hashes[:known]:
-                if piece in pieces:
-                    pieces.move_to_end(piece)
-        bytes_per_token = min(_MOST, max(_LEAST, self._bytes / self._tokens))
-        tokens += (text.length - end) / bytes_per_token
+        known, tokens, learned = self._beginning(text)
+        for piece in text.hashes[:known]:
+            if piece in self._pieces:
+                self._pieces.move_to_end(piece)
+        keys = [*learned[: int(tokens) // self._chunk_tokens]]
         step = max(1, round(self._chunk_tokens * _BYTES_PER_TOKEN / PIECE))
         new = (n for n in range(known + 1, len(text.hashes) + 1) if n % step == 0)
         keys += [text.hashes[n - 1] for n in new]
+        length, media = text.up_to(known)
+        tokens += (text.length - length) / self._bytes_per_token.value
+        tokens += (len(text.media) - media) * self._tokens_per_medium.value
         whole = max(1, round(tokens))
         return Prompt(whole, keys[: whole // self._chunk_tokens])
+
+    def _beginning(self, text: Text) -> tuple[int, float, Sequence[bytes]]:
+        """The leading pieces that are known, their tokens, and keys that begin with theirs."""
+        pieces, hashes = self._pieces, text.hashes
+        number = next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in pieces), 0)
+        if not number:
+            return 0, 0.0, ()
+        known = pieces[hashes[number - 1]]
+        length, media = text.up_to(number)
+        of_text, of_media = float(known.tokens), 0.0
+        if known.media:
+            of_text = min(of_text, known.length / self._bytes_per_token.value)
+            of_media = (known.tokens - of_text) / known.media
+        return number, of_text * length / known.length + of_media * media, known.keys
 
     def sent(self, request: str, text: Text) -> None:
         """A replica will report the request, perhaps after its answer, and not if it fails."""
@@ -123,12 +166,20 @@ class Texts:
         text = self._forget(request)
         if text is None or not tokens or not text.length:
             return
-        if not text.media:
-            self._bytes += _WEIGHT * (text.length - self._bytes)
-            self._tokens += _WEIGHT * (tokens - self._tokens)
-        known = _Known(tokens, keys, text.length)
-        for number, piece in enumerate(text.hashes, 1):
-            self._pieces[piece] = known, number * PIECE
+        self._learn(text, tokens)
+        known = _Known(tokens, keys, text.length, len(text.media))
+        for piece in text.hashes:
+            self._pieces[piece] = known
             self._pieces.move_to_end(piece)
         while len(self._pieces) > MAX_PIECES:
             self._pieces.popitem(last=False)
+
+    def _learn(self, text: Text, tokens: int) -> None:
+        if not text.media:
+            self._bytes_per_token.add(text.length, tokens)
+            return
+        known, before, _ = self._beginning(text)
+        length, media = text.up_to(known)
+        if new := len(text.media) - media:
+            of_text = before + (text.length - length) / self._bytes_per_token.value
+            self._tokens_per_medium.add(max(0.0, tokens - of_text), new)

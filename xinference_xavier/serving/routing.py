@@ -88,6 +88,8 @@ class Asked:
         self.route: Route | None = None
         self.request: Request | None = None
         """None unless it is one of a text route."""
+        self.chat: Mapping[str, Any] | None = None
+        """The chat that xinference makes of a request in another form."""
         self._scope = scope
         self._receive = receive
         self._body: Mapping[str, Any] | None = None
@@ -119,8 +121,9 @@ class Asked:
         """See `ModelRouter.route`. `before` is the content of the prefix that the request names.
         Raises ClientGoneError if the client goes while it waits."""
         assert self.request is not None
-        size, session = len(await self.request.body()), self._header(b"x-session-id")
-        question = await read_question(await self.body(), size, session, before)
+        size, body = len(await self.request.body()), await self.body()
+        session = self._header(b"x-session-id") or self._header(b"x-claude-code-session-id")
+        question = await read_question(body, size, session, before, self.chat)
         # A client that names its request may abort it by this name.
         whole = bool(question.request_id)
         routing = asyncio.ensure_future(router.route(question.text, question.session, whole=whole))
@@ -244,7 +247,14 @@ def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
             ", ".join(sorted(missing)),
         )
     seam.wrap_require_model(lambda original: routing_require(original, routers, prefixes))
+    if seam.works(seam.Feature.CHATS):
+        seam.note_chats(_note_chat)
     seam.add_middleware(context.app, RoutingMiddleware)
+
+
+def _note_chat(chat: Mapping[str, Any]) -> None:
+    if (asked := current()) is not None:
+        asked.chat = chat
 
 
 def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> Require:

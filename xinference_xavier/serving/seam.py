@@ -7,6 +7,7 @@ is off without them; `tests/serving/test_seam.py` holds the installed versions a
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ class Feature(StrEnum):
     WORKERS = "doctor does not see the workers"
     FINDING = "requests go to replicas in turn, and named prefixes are not computed in advance"
     ROUTING = "requests go to replicas in turn, and those that name a prefix go without it"
+    CHATS = "requests to /v1/messages and /v1/responses may go where their prefix is not"
     ENDPOINTS = "requests of its route go to replicas in turn"
     LOGS = "the logs of models do not name routed requests"
     LIMITS = "a request to a replica at its limit is refused, even if another one has room"
@@ -111,6 +113,11 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
     },
     Feature.ROUTING: {
         "xinference.api.restful_api": ("require_model(get_supervisor_ref, model_uid)",)
+    },
+    Feature.CHATS: {
+        "xinference.api.restful_api": ("parse_anthropic_request", "parse_responses_request"),
+        "xinference.api.protocols.anthropic:CanonicalChatRequest": ("to_openai_body",),
+        "xinference.api.protocols.openai_responses:ResponsesRequest": ("chat_body",),
     },
     Feature.ENDPOINTS: {
         "xinference.api.restful_api:RESTfulAPI": (
@@ -393,6 +400,26 @@ def wrap_require_model(wrap: Callable[[Any], Any]) -> None:
     from xinference.api import restful_api
 
     restful_api.require_model = wrap(restful_api.require_model)
+
+
+def note_chats(note: Callable[[Mapping[str, Any]], None]) -> None:
+    """Tell `note` of the chat that xinference makes of a request in Anthropic's form, or in that of
+    OpenAI's responses, before it looks for the model. It may run in another thread."""
+    from xinference.api import restful_api
+
+    def wrap(name: str, chat_of: Callable[[Any], Mapping[str, Any]]) -> None:
+        parse = getattr(restful_api, name)
+
+        @functools.wraps(parse)
+        def noting(body: Any) -> Any:
+            found = parse(body)
+            note(chat_of(found))
+            return found
+
+        setattr(restful_api, name, noting)
+
+    wrap("parse_anthropic_request", lambda found: found.to_openai_body())
+    wrap("parse_responses_request", lambda found: found.chat_body)
 
 
 def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:

@@ -17,7 +17,7 @@ from xinference import extensions
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import NoPrefixes, TextApi, llm_router
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.question import MAX_BODY, prompt_text
+from xinference_xavier.frontend.question import MAX_TEXT, prompt_text
 from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.routing import remember_texts
 from xinference_xavier.serving.seam import TEXT_ENDPOINTS
@@ -108,7 +108,7 @@ async def test_a_tenants_prefix_is_of_the_salt_that_an_extension_supplies(
 
 @pytest.mark.parametrize("by", ["header", "body"])
 async def test_a_long_body_keeps_its_prefix_and_its_tenant(api: TextApi, by: str) -> None:
-    long = "x" * (MAX_BODY + 1)
+    long = "x" * (MAX_TEXT + 1)
     headers = {"x-xavier-prefix": "contract"} if by == "header" else {}
     named = {"prefix_name": "contract"} if by == "body" else {}
     answer = await api.ask(COMPLETIONS, long, headers, cache_salt="alice", **named)
@@ -144,13 +144,16 @@ async def test_what_the_router_hashes_is_of_the_supplied_salt(
     more = {"instructions": "many words " * 100}
     answer = await api.ask(path, headers={"x-key": "mallory"}, cache_salt="alice", **more)
     assert answer.status_code == 200, answer.text
-    text = prompt_text(body_of(path, "m", "hi", **more, cache_salt=tenant))
-    assert [each.text for each in told] == [text]
+    body = body_of(path, "m", "hi", **more, cache_salt=tenant)
+    if path == "/v1/responses":
+        system = {"role": "system", "content": body["instructions"]}
+        body = {"messages": [system, {"role": "user", "content": "hi"}], "cache_salt": tenant}
+    assert [each.text for each in told] == [prompt_text(body)]
 
 
 @pytest.mark.parametrize(
     ("length", "hashed"),
-    [(3000, 3000), (300_000, 300_000), (MAX_BODY, 0)],
+    [(3000, 3007), (300_000, 300_007), (MAX_TEXT, 0)],
     ids=["short", "read aside", "too long to be hashed"],
 )
 async def test_a_body_is_put_together_from_its_parts(
