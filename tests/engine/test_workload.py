@@ -19,7 +19,7 @@ from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.probes import Probe
 from xinference_xavier.engine.spec import serving_of
-from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, MAX_DECODE_TOKENS, Step
+from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, MAX_DECODE_TOKENS, Retention, Step
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPTS,
@@ -435,3 +435,15 @@ class TestVllm:
         }
         serving = serving_of(XavierConfig("model", NOBODY), Layout(CHUNK, groups), ROW_BYTES)
         assert (serving.chunk_tokens, serving.chunk_bytes) == (2 * CHUNK, 3 * ROW_BYTES)
+
+
+def test_a_prefix_cache_keeps_what_it_holds_until_as_much_was_written_again() -> None:
+    retention = Retention()
+    assert retention.seconds(0.0) == 0.0, "an engine without a prefix cache keeps nothing"
+    retention.capacity = 1000
+    assert retention.seconds(2.0) == Retention.LONGEST, "nothing was evicted yet"
+    for second in range(4, 24, 2):
+        retention.wrote(200)  # at 100 tokens per second
+        assert retention.seconds(float(second)) == (600.0 if second < 12 else 10.0)
+    retention.wrote(5000)
+    assert retention.seconds(22.5) == pytest.approx(0.5)

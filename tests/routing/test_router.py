@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.routing.holdings import Held
 from xinference_xavier.mirror import PeerSets
+from xinference_xavier.routing import router as router_module
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.router import Expected, Queue, Router
@@ -62,6 +63,24 @@ def test_the_next_turn_follows_the_first_before_it_is_computed(cluster: Cluster)
 def test_what_is_expected_is_not_expected_for_ever(cluster: Cluster) -> None:
     cluster.send(prompt("chat"), now=0.0)
     assert cluster.router.choose(prompt("chat"), 3.1).reason == "backlog"
+
+
+@pytest.mark.parametrize(("retention", "reason"), [(60.0, "local"), (5.0, "backlog")])
+def test_what_the_pool_has_evicted_may_still_be_on_the_card(
+    cluster: Cluster, retention: float, reason: str
+) -> None:
+    cluster.router.report("a", Report(0.1, 0, 0.0, 0, RATES, retention_s=retention))
+    for name in "bcd":
+        cluster.router.report(name, Report(0.1, 0, 1.0, 0, RATES))
+    chat = prompt("chat")
+    cluster.send(chat, now=0.2)
+    cluster.router.scheduled("1", chat.keys, now=0.3)
+    for name in "abcd":
+        cluster.router.report(name, Report(30.0, 0, 0.0, 0, RATES))
+    choice = cluster.router.choose(chat, now=30.0)
+    assert choice is not None
+    assert choice.reason == reason
+    assert (choice.replica == "a") or reason == "backlog"
 
 
 def test_a_hot_prefix_spreads_when_its_owner_is_busy(cluster: Cluster) -> None:
@@ -176,6 +195,15 @@ def test_a_chunk_is_expected_as_long_as_any_request_promises_it(
     expected.expire(10)
     assert not expected._until
     assert not expected._ends
+
+
+def test_no_more_chunks_are_expected_than_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MAX_EXPECTED", 3)
+    expected = Expected()
+    expected.add(1, [b"a", b"b"], 9.0)
+    expected.add(2, [b"c"], 1.0)
+    expected.add(1, [b"d"], 5.0)
+    assert set(expected.sets) == {b"a", b"b", b"d"}
 
 
 BOUND, PATIENCE = 3, 10.0

@@ -102,6 +102,8 @@ class XavierConnector(WorkerSide):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         tokens = min(group.kv_cache_spec.block_size for group in self._groups.values())
         self._workload.free_tokens = lambda: gpu_block_pool.get_num_free_blocks() * tokens
+        if gpu_block_pool.enable_caching:
+            self._workload.retention.capacity = gpu_block_pool.num_gpu_blocks * tokens
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -197,7 +199,9 @@ class XavierConnector(WorkerSide):
 
     @guarded(nothing)
     def _begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        self._steps.begin(step_of(scheduler_output, time.monotonic()))
+        step = step_of(scheduler_output, time.monotonic())
+        self._steps.begin(step)
+        self._workload.retention.wrote(step.tokens)
 
     def _check_store(self, job_id: int, job: TransferJob) -> None:
         """Void a store of chunks that miss blocks, in which the blocks behind them move up.

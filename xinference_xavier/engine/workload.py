@@ -194,6 +194,34 @@ _OWN_ID = re.compile(r"(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?")
 """vLLM appends eight digits to a request's id, and puts a number before each of several answers."""
 
 
+class Retention:
+    """How long vLLM's own prefix cache keeps what it holds: the time in which as many tokens are
+    written as fit into it, since it evicts what was used longest ago.
+
+    The scheduler thread counts, the replica's thread reads.
+    """
+
+    INTERVAL, LONGEST = 2.0, 600.0  # seconds
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        """Tokens; 0 without a prefix cache."""
+        self._written = 0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=int(self.LONGEST / self.INTERVAL))
+
+    def wrote(self, tokens: int) -> None:
+        self._written += tokens
+
+    def seconds(self, now: float) -> float:
+        """At most `LONGEST`. Call it every few seconds."""
+        written = self._written
+        if not self._marks or now - self._marks[-1][0] >= self.INTERVAL:
+            self._marks.append((now, written))
+        evicted = written - self.capacity
+        since = next((at for at, mark in reversed(self._marks) if mark <= evicted), None)
+        return self.LONGEST if since is None else min(self.LONGEST, now - since)
+
+
 _OVERHEAD, _SPEED = 0.01, 1e9
 """Seconds of a fetch and bytes per second, before the first measurement."""
 
@@ -212,6 +240,7 @@ class Workload:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.free_tokens: Callable[[], int | None] = lambda: None
+        self.retention = Retention()
         self._serving = serving
         self._requests = requests
         self._steps = steps
@@ -235,7 +264,8 @@ class Workload:
         """The request, whose prompt has so many tokens, is scheduled. vLLM has the first `have` of
         its tokens, or loads them."""
         request = self._requests[req_id]
-        request.missing = request.prompt_tokens - have
+        loaded, request.missing = request.missing, request.prompt_tokens - have
+        self.retention.wrote(max(0, loaded - request.missing))
         if request.counted.reported or request.probe is not None or not request.shares:
             return
         request.counted.reported = True
@@ -272,6 +302,7 @@ class Workload:
             known=tuple(islice(filter(str.isprintable, names), MAX_KNOWN)),
             rates=self._rates(),
             free_tokens=self.free_tokens(),
+            retention_s=self.retention.seconds(self._clock()),
         )
 
     def _seconds(self, missing: list[tuple[int, int]]) -> float | None:

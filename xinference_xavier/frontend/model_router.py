@@ -198,6 +198,7 @@ class ModelRouter:
             math.inf if load.free_tokens is None else load.free_tokens,
             running,
             load.serving.role,
+            load.retention_s,
         )
 
     def _lost(self, incarnation: str) -> None:

@@ -64,6 +64,8 @@ class Load(NamedTuple):
     """The fields of `routing.load.Rates`."""
     free_tokens: Count | None = None
     """Tokens for which there are free KV blocks; None if unknown."""
+    retention_s: Seconds = 0.0
+    """How long the engine's own prefix cache keeps what it holds."""
 
 
 class ScheduledPrompt(NamedTuple):

@@ -62,6 +62,8 @@ class Report(NamedTuple):
     scheduler."""
     role: str = "any"
     """Or "prefill" or "decode"."""
+    retention_s: float = 0.0
+    """How long the engine's own prefix cache keeps what it holds."""
 
 
 class Known(NamedTuple):
@@ -252,6 +254,11 @@ class Loads:
         oldest = now - self.lease
         replicas = self._replicas.values()
         return any(each.report.made > oldest and each.closed_until <= now for each in replicas)
+
+    def retention(self, name: str) -> float:
+        """Seconds for which the replica's own prefix cache keeps what it holds."""
+        replica = self._replicas.get(name)
+        return 0.0 if replica is None else replica.report.retention_s
 
     def number(self, name: str) -> int | None:
         """The index's number of a replica that has reported. Call `renumber` before."""

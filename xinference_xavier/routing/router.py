@@ -1,11 +1,14 @@
 """The router: what is known of the replicas, and what it has itself sent there.
 
-It also expects the chunks of the prompts that it sent (`Expected`): the index learns of a chunk
-only when it has been computed. It remembers which request is at which replica (`InFlight`): if the
-replica is lost before the first byte of an answer, the request goes to another one, but only once,
-as a request that brings its replica down must not bring down all. And requests wait while every
-replica is at its limit (`Queue`); they leave in order of arrival, or when they have waited too long
-or their client has gone.
+It also expects the chunks of the prompts that it sent (`Expected`). The index learns of a chunk
+only when it has been computed, and forgets it when the pool evicts it. But vLLM's own prefix cache,
+which is larger on many cards, may still hold it.
+
+It remembers which request is at which replica (`InFlight`): if the replica is lost before the first
+byte of an answer, the request goes to another one, but only once, as a request that brings its
+replica down must not bring down all. And requests wait while every replica is at its limit
+(`Queue`); they leave in order of arrival, or when they have waited too long or their client has
+gone.
 
 Pure: no I/O; times are passed in, in monotonic seconds, and chance comes from `source`. Belongs to
 one thread, which is also the one that writes `holdings`.
@@ -41,6 +44,10 @@ GRACE = 2.0
 _LATEST = 0.02  # weight of the latest choice in what is learned from all
 
 
+MAX_EXPECTED = 200_000
+"""Chunks; those that would be expected longest ago go first."""
+
+
 class Expected:
     def __init__(self) -> None:
         self.sets: dict[bytes, int] = {}
@@ -55,6 +62,8 @@ class Expected:
             self._until[key, bit] = max(until, self._until.get((key, bit), until))
         if keys:
             heappush(self._ends, (until, bit, keys))
+        while len(self._until) > MAX_EXPECTED:
+            self.expire(self._ends[0][0])
 
     def expire(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
@@ -238,17 +247,27 @@ class Router:
     def scheduled(self, request: str, keys: Sequence[bytes], now: float) -> None:
         """A replica computes the request, and these are its keys."""
         self._renumber()
-        number = self.loads.number(self.in_flight.at(request))
+        replica = self.in_flight.at(request)
+        number = self.loads.number(replica)
         if number is not None:
-            self._expect(number, keys, float(self.loads.backlog(now)[number]), now)
+            seconds = float(self.loads.backlog(now)[number])
+            self._expect(number, keys, seconds, now, self.loads.retention(replica))
 
     def _renumber(self) -> None:
         if self.loads.renumber():
             self._expected.clear()
 
-    def _expect(self, number: int, keys: Sequence[bytes], seconds: float, now: float) -> None:
+    def _expect(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        seconds: float,
+        now: float,
+        retention: float = 0.0,
+    ) -> None:
+        """Expect `keys` to be computed after `seconds`, and kept for `retention` more."""
         if seconds < math.inf:
-            self._expected.add(1 << number, keys, now + seconds + GRACE)
+            self._expected.add(1 << number, keys, now + seconds + max(GRACE, retention))
 
     def answered(self, request: str) -> None:
         """A byte of the answer has arrived."""
