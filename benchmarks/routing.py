@@ -32,7 +32,7 @@ COPIES = {("synthetic", 1000): 3}
 ERRORS = (0.5, 1.0)
 """The shares by which a prompt takes longer or less than forecast, in runs of their own."""
 ERROR_REPLICAS, ERROR_LOAD = 4, 0.8
-ROUNDS_REPLICAS, ROUNDS_SECONDS = (4, 8), 400.0
+ROUNDS_REPLICAS, ROUNDS_LOADS, ROUNDS_SECONDS = (4, 8), (0.5, 0.8, 0.9), 300.0
 QUICK = {
     "REPLICAS": (4,),
     "WHOLE": (),
@@ -73,7 +73,7 @@ def _on_traces() -> Iterator[dict[str, Any]]:
 
 def _on_rounds() -> Iterator[dict[str, Any]]:
     for replicas in ROUNDS_REPLICAS:
-        for load in LOADS:
+        for load in ROUNDS_LOADS:
             requests = Rounds().requests(load * replicas * ENGINE.prefill, ROUNDS_SECONDS)
             yield _run("rounds", requests, replicas, load, 0.0)
 

@@ -54,6 +54,8 @@ class Architecture(NamedTuple):
     """The largest difference of log-probabilities; more if weights are quantised."""
     common: bool = False
     """Always tested; the others only in `make test-long`."""
+    runs_here: bool = True
+    """Whether vLLM's CPU build has a kernel for it on this processor."""
 
     def arguments_for(self, folder: Path) -> dict[str, Any]:
         """`arguments` for the model in `folder`, which may be its own draft model."""
@@ -240,7 +242,10 @@ ARCHITECTURES = {
         loads_all=False,
     ),
     "fp8_cache": Architecture(
-        transformers.LlamaConfig, arguments={"kv_cache_dtype": "fp8"}, pool_bytes=7 << 18
+        transformers.LlamaConfig,
+        arguments={"kv_cache_dtype": "fp8"},
+        pool_bytes=7 << 18,
+        runs_here=torch.cpu._is_avx512_supported(),
     ),
     "quantised": Architecture(transformers.LlamaConfig, finish=_quantise, tolerance=0.1),
     "ngram": Architecture(transformers.LlamaConfig, arguments={"speculative_config": _NGRAM}),

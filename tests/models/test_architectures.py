@@ -38,6 +38,7 @@ class Model(NamedTuple):
     params=[
         pytest.param(name, marks=[] if architecture.common else [pytest.mark.long])
         for name, architecture in ARCHITECTURES.items()
+        if architecture.runs_here
     ],
 )
 def model(

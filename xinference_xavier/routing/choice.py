@@ -67,7 +67,7 @@ def with_prefill_replicas(
 TIE = 0.01
 """Forecasts are equal that differ by less than this share, or by `_TIE_S`."""
 _TIE_S = 0.001  # seconds
-_MOST_BUSY = 0.875  # beyond it the estimate says little
+_MOST_BUSY = 0.95  # beyond it the estimate says little
 
 Counts = NDArray[np.int64]
 
