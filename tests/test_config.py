@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from tests.launch_options import parsed, refusal
-from xinference_xavier import config as config_module
 from xinference_xavier.config import (
     ENABLE,
-    MAX_DEFAULT_POOL_BYTES,
     UPSTREAM_OPTIONS,
     XavierConfig,
-    default_pool_bytes,
     for_worker,
     kv_transfer_config,
     own_transfer_config,
@@ -238,17 +235,6 @@ def test_config_refuses_unknown_fields() -> None:
     del plain["model_uid"]
     with pytest.raises(ConfigError, match="model_uid"):
         XavierConfig.from_dict(plain)
-
-
-def test_default_pool_is_a_tenth_of_free_memory_shared_by_the_replicas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert 0 < default_pool_bytes(2) <= MAX_DEFAULT_POOL_BYTES
-    monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 100 * GiB)
-    assert default_pool_bytes(1) == 10 * GiB
-    assert default_pool_bytes(4) == 10 * GiB // 4
-    monkeypatch.setattr(config_module, "free_memory_bytes", lambda: 1000 * GiB)
-    assert default_pool_bytes(1) == MAX_DEFAULT_POOL_BYTES
 
 
 # -- the engine's configuration ---------------------------------------------------------------

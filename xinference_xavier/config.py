@@ -36,11 +36,8 @@ from xinference_xavier.options import (
     parse_bool,
 )
 from xinference_xavier.runtime.addresses import reachable_address, without_brackets
-from xinference_xavier.runtime.host import free_memory_bytes
 
 logger = logging.getLogger(__name__)
-
-MAX_DEFAULT_POOL_BYTES = 16 << 30
 
 ENABLE = "enable_xavier"
 BACKEND = "xavier_backend"
@@ -68,9 +65,10 @@ UPSTREAM_VARIABLES = frozenset({"XINFERENCE_XAVIER_PROFILE"})
 class XavierConfig:
     """The configuration of one replica.
 
-    ``pool_bytes`` is the total over the replica's vLLM workers. None stands for
-    ``default_pool_bytes`` of the host. ``chunk_tokens`` None stands for 128, rounded up to the
-    model's block size, which only the engine knows. With ``min_fetch_tokens`` None the engine
+    ``pool_bytes`` is the total over the replica's ``engines``, several with data parallelism, and
+    their vLLM workers. None stands for the size of the KV cache, if memory allows.
+    ``chunk_tokens`` None stands for 128, rounded up to the model's block size. Only the engine
+    knows both. With ``min_fetch_tokens`` None the engine
     measures whether a run of ``least_fetch_tokens`` or more is worth a fetch. ``roles`` are
     those of the launch's replicas, ``role`` is this one's. ``replica`` is the replica's name
     without xinference. ``from_environment`` are the fields whose values are the cluster's defaults.
@@ -99,6 +97,7 @@ class XavierConfig:
     prefill_threshold: int | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
+    engines: int = 1
     replica: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None
 
     @property
@@ -251,12 +250,6 @@ def _plain(name: str) -> str:
     return name.replace("-", "_")
 
 
-def default_pool_bytes(replicas_per_host: int) -> int:
-    """A tenth of the free memory of the host or its cgroup, divided among the host's replicas, at
-    most 16 GiB each."""
-    return min(free_memory_bytes() // 10 // max(1, replicas_per_host), MAX_DEFAULT_POOL_BYTES)
-
-
 def _drop_stray_options(kwargs: MutableMapping[str, Any], switches: list[str]) -> None:
     stray = sorted(filter(is_own_option, kwargs))
     for name in [*stray, *switches]:
@@ -338,7 +331,7 @@ def for_worker(
     config = XavierConfig.from_dict(extra[_AS_LAUNCHED])
     local = replace(
         config,
-        pool_bytes=(config.pool_bytes or default_pool_bytes(config.replicas_per_host)) // engines,
+        engines=engines,
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
         role=dict(enumerate(config.roles or ())).get(number, "any"),

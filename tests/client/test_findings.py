@@ -124,6 +124,15 @@ def test_what_a_report_tells(
     assert (finding.where, finding.problem, finding.grave) == (where, problem, grave)
 
 
+def test_a_pool_smaller_than_the_cache_and_the_size_that_all_its_engines_take() -> None:
+    pool = {"rows": 1500, "row_bytes": 1 << 20, "cache_rows": 2048, "engines": 2}
+    (finding,) = found(pool=pool)
+    assert (finding.where, finding.grave) == ("replica m-0", False)
+    assert "holds 73% of the KV cache that it backs, 1500 of 2048 chunks" in finding.problem
+    assert finding.remedy.startswith(f"launch with --xavier_pool_bytes {4 << 30}, if")
+    assert found(pool=pool | {"rows": 2048}) == []
+
+
 def test_shared_memory_is_required_where_it_is_impossible() -> None:
     config = {"port_range": None, "transport": "shared_memory"}
     peers = {"b": "no link by shared_memory: other machine", "c": None}

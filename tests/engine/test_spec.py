@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import re
 import uuid
@@ -27,15 +28,16 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.any_version import called
-from tests.engine.caches import cell_bytes, kv_caches, pages_of
+from tests.engine.caches import BLOCKS, cell_bytes, kv_caches, pages_of
 from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import spec as spec_module
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import ENGINE, MIN_ROWS, EngineConfig, XavierSpec
+from xinference_xavier.engine.pool_size import MIN_ROWS
+from xinference_xavier.engine.spec import ENGINE, EngineConfig, WorkerNote, XavierSpec
 from xinference_xavier.engine.worker import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
-from xinference_xavier.pool.region import ROW_ALIGNMENT
+from xinference_xavier.pool.region import ROW_ALIGNMENT, receive_region
 
 BLOCK_TOKENS = 16
 BLOCKS_PER_CHUNK = 4
@@ -107,6 +109,18 @@ class TestPool:
         monkeypatch.setattr(spec_module, "free_memory_bytes", lambda: 1 << 20)
         with pytest.raises(ConfigError, match="with its page tables, more than the 1048576 that"):
             spec.get_worker(kv_caches([PAGES]))
+
+    def test_a_pool_of_no_given_size_holds_the_cache(self) -> None:
+        """Its size is known to the scheduler's side, too."""
+        config = offloading_config(options(pool_bytes=None))
+        config = replace(config, cache=replace(config.cache, blocks_per_chunk=1))
+        worker = XavierSpec(config).get_worker(kv_caches([PAGES]))
+        try:
+            region = receive_region(config.engine_id, timeout=5)
+            assert region.rows == BLOCKS
+            assert WorkerNote(*json.loads(region.note)).cache_rows == BLOCKS
+        finally:
+            worker.shutdown()
 
 
 class TestWorkers:

@@ -168,6 +168,8 @@ def stats(counts: FetchCounts) -> ReplicaStats:
         ("queue",),
         counts,
         row_bytes=64,
+        cache_rows=24,
+        engines=25,
         pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),  # type: ignore[arg-type]
         donor=SimpleNamespace(grants=[1, 2], refused=7),  # type: ignore[arg-type]
         mirror=Mirror(),  # type: ignore[arg-type]
@@ -195,7 +197,7 @@ def test_every_count_is_reported() -> None:
         received_from={"b": 512, "a": 128},
         fetching={"a": 6},
         fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}, 5),
-        pool=PoolStats(16, 5, 4, 3, 2, 64),
+        pool=PoolStats(16, 5, 4, 3, 2, 64, 24, 25),
         grants=GrantStats(2, 7),
         mirror=MirrorStats(8, 9),
         comparison=ComparisonStats(16, 17, 18, 19),

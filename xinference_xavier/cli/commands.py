@@ -27,8 +27,8 @@ from xinference_xavier.stats.answers import EventRecord
 
 _EPILOG = """\b
 Exit codes:
-  0  success, and doctor found nothing
-  1  doctor found something, demo or bench failed, or tracker cannot listen
+  0  success, and doctor found nothing that keeps replicas from sharing now
+  1  doctor found such a problem, demo or bench failed, or tracker cannot listen
   2  wrong usage
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache, or it has no prefix of that name
@@ -238,7 +238,7 @@ def doctor(client: XavierClient, as_json: bool) -> None:
         click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         tables.console().print(tables.findings_list(findings, cluster), soft_wrap=True)
-    sys.exit(1 if findings else 0)
+    sys.exit(1 if any(finding.grave for finding in findings) else 0)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, **_CONTEXT})

@@ -302,7 +302,16 @@ def _pool(replica: _Replica) -> Iterator[Finding]:
         yield Finding(
             replica.where,
             f"its pool holds only {pool.rows} chunks: one long prompt evicts all others",
-            f"launch with --xavier_pool_bytes {_FEW_ROWS * 4 * pool.row_bytes} or more",
+            f"launch with --xavier_pool_bytes {pool.option_bytes(_FEW_ROWS * 4)} or more",
+            grave=False,
+        )
+    elif pool.rows < pool.cache_rows:
+        yield Finding(
+            replica.where,
+            f"its pool holds {pool.rows * 100 // pool.cache_rows}% of the KV cache that it backs, "
+            f"{pool.rows} of {pool.cache_rows} chunks: it loses chunks that the cache still has",
+            f"launch with --xavier_pool_bytes {pool.option_bytes(pool.cache_rows)}, if its host "
+            "has that much free memory",
             grave=False,
         )
 

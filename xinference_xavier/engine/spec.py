@@ -42,12 +42,13 @@ from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import identity, metrics
 from xinference_xavier.engine.keys import Group, Layout, PromptChunker
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.pool_size import rows_of
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
-from xinference_xavier.errors import ConfigError, NotSharing, RegionError
+from xinference_xavier.errors import NotSharing, RegionError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
@@ -63,9 +64,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE = "xavier_engine"
 """The entry of the connector's extra configuration that has an `EngineConfig`."""
-MIN_ROWS = 16
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
-_BYTES_PER_PAGE_TABLE_BYTE = 512  # that one mapping needs: 8 bytes for each page of 4 KiB
 _POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
 
 
@@ -76,6 +75,7 @@ class WorkerNote(NamedTuple):
     prefix_caching: bool  # whether it is on there
     parts: dict[str, list[Any]]  # from `describe_pages`
     cells: Sequence[int] = ()  # bytes of each worker's cell
+    cache_rows: int = 0  # that would hold the whole KV cache
 
 
 class EngineConfig(NamedTuple):
@@ -113,11 +113,11 @@ class XavierSpec(OffloadingSpec):
             end_with_parent()  # it may have a process of its own
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             cells = self._gather_cells()
-            rows, row_bytes = self._lay_out(cells)
+            row_bytes = -(-sum(cells) // ROW_ALIGNMENT) * ROW_ALIGNMENT
             if self.config.parallel.rank == 0:
-                region = self._create_region(rows, row_bytes, kv_caches, cells)
+                region = self._create_region(row_bytes, kv_caches, cells)
             else:
-                region = self._receive(rows, row_bytes)
+                region = self._receive(row_bytes)
             if current_platform.is_cpu():
                 self._worker = HostWorker(
                     kv_caches, region, self.blocks_per_chunk, sum(cells[:rank])
@@ -142,53 +142,36 @@ class XavierSpec(OffloadingSpec):
         workers = parallel.world_size // parallel.pp_size  # of each stage, with equal caches
         return [cell for cell in stages for _ in range(workers)]
 
-    def _lay_out(self, cells: Sequence[int]) -> tuple[int, int]:
-        """The number of rows and their size in bytes."""
-        pool_bytes = self._xavier.pool_bytes
-        assert pool_bytes is not None, "the launcher of a replica sets its pool's size"
-        row_bytes = -(-sum(cells) // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        rows = pool_bytes // row_bytes
-        if rows < MIN_ROWS:
-            raise ConfigError(
-                "xavier_pool_bytes",
-                pool_bytes,
-                f"holds {rows} chunks of {row_bytes} bytes, fewer than {MIN_ROWS}",
-                f"use at least {MIN_ROWS * row_bytes}",
-            )
-        return rows, row_bytes
-
     def _create_region(
-        self, rows: int, row_bytes: int, kv_caches: CanonicalKVCaches, cells: Sequence[int]
+        self, row_bytes: int, kv_caches: CanonicalKVCaches, cells: Sequence[int]
     ) -> Region:
-        size = rows * row_bytes
-        # The workers, the scheduler's side and the transfer process map all of it.
-        mappings = self.config.parallel.world_size + 2
-        needed = size + mappings * size // _BYTES_PER_PAGE_TABLE_BYTE
-        free = free_memory_bytes()
-        if needed > free:
-            raise ConfigError(
-                "xavier_pool_bytes",
-                self._xavier.pool_bytes or size,
-                f"takes {needed} bytes with its page tables, more than the {free} that are free",
-                "use less, or leave it out for a tenth of what is free",
-            )
+        """vLLM has its KV cache by now, which on the CPU platform takes host memory, too."""
+        cache_rows = -(-len(kv_caches.tensors[0].tensor) // self.blocks_per_chunk)
+        rows = rows_of(
+            self._xavier,
+            row_bytes=row_bytes,
+            cache_rows=cache_rows,
+            workers=self.config.parallel.world_size,
+            free=free_memory_bytes(),
+        )
         region = Region.create(rows, row_bytes)
-        note = json.dumps(self.describe(kv_caches)._replace(cells=cells)).encode()
-        self._region_server = RegionServer(region, self.config.engine_id, note)
-        if size <= _POPULATE_AT_ONCE:
+        note = self.describe(kv_caches)._replace(cells=cells, cache_rows=cache_rows)
+        self._region_server = RegionServer(region, self.config.engine_id, json.dumps(note).encode())
+        if region.size <= _POPULATE_AT_ONCE:
             region.populate()
         else:
             threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
-        logger.info("pool created: chunks=%d chunk_bytes=%d", rows, row_bytes)
+        logger.info(
+            "pool created: chunks=%d chunk_bytes=%d cache_chunks=%d", rows, row_bytes, cache_rows
+        )
         return region
 
-    def _receive(self, rows: int, row_bytes: int) -> Region:
+    def _receive(self, row_bytes: int) -> Region:
         region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
-        if (region.rows, region.row_bytes) != (rows, row_bytes):
+        if region.row_bytes != row_bytes:
             raise RegionError(
-                f"the first worker made {region.rows} rows of {region.row_bytes} bytes, but this "
-                f"process expects {rows} of {row_bytes}; start all workers of a replica with the "
-                "same arguments and versions"
+                f"the first worker made rows of {region.row_bytes} bytes, but this process expects "
+                f"{row_bytes}; start all workers of a replica with the same arguments and versions"
             )
         return region
 
@@ -255,6 +238,7 @@ class XavierSpec(OffloadingSpec):
                 namespace=identity.digest(fingerprint_fields),
                 key_bytes=identity.key_bytes(vllm_config),
                 region=region,
+                cache_rows=note.cache_rows,
                 fingerprint_fields=identity.readable(fingerprint_fields),
                 not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
             )

@@ -149,6 +149,8 @@ def replica_stats(
     counts: FetchCounts,
     *,
     row_bytes: int,
+    cache_rows: int,
+    engines: int,
     pool: Pool,
     donor: Donor,
     mirror: Mirror,
@@ -169,7 +171,7 @@ def replica_stats(
         },
         fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
         fetches=counts.fetches,
-        pool=schema.PoolStats(**pool.counts()._asdict(), row_bytes=row_bytes),
+        pool=schema.PoolStats(*pool.counts(), row_bytes, cache_rows, engines),
         grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
         mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
         comparison=canary.stats,
@@ -220,12 +222,13 @@ class Replica:
         namespace: str,
         key_bytes: int,
         region: Region,
+        cache_rows: int = 0,
         fingerprint_fields: Mapping[str, str] | None = None,
         not_sharing: NotSharing | None = None,
     ) -> None:
-        """`incarnation` is the engine's id. `fingerprint_fields` are for people; `not_sharing` is
-        why the engine takes no part. Raises TransportError if the configured host or ports cannot
-        be used here."""
+        """`incarnation` is the engine's id; `cache_rows` would hold its KV cache.
+        `fingerprint_fields` are for people; `not_sharing` is why the engine takes no part. Raises
+        TransportError if the configured host or ports cannot be used here."""
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
         self.tier = tier
@@ -234,6 +237,7 @@ class Replica:
         self._engine = engine
         self._incarnation = incarnation
         self._region = region
+        self._cache_rows = cache_rows
         self._pool = tier.pool
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
@@ -450,6 +454,8 @@ class Replica:
                 self._config.from_environment,
                 self._fetcher.counts,
                 row_bytes=self._region.row_bytes,
+                cache_rows=self._cache_rows,
+                engines=self._config.engines,
                 pool=self._pool,
                 donor=self.donor,
                 mirror=self.mirror,

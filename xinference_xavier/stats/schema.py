@@ -163,7 +163,9 @@ class WaitCounts:
 @dataclass
 class PoolStats:
     """How many `rows` of `row_bytes` a pool has, and rows by state: `ready` to be used, of these
-    `pinned`, `filling`, or `quarantined`, as a late transfer may still write to them."""
+    `pinned`, `filling`, or `quarantined`, as a late transfer may still write to them.
+    `cache_rows` would hold the engine's own KV cache. The `engines` of a replica, several with data
+    parallelism, divide `xavier_pool_bytes`."""
 
     rows: int = 0
     ready: int = 0
@@ -171,10 +173,16 @@ class PoolStats:
     pinned: int = 0
     quarantined: int = 0
     row_bytes: int = 0
+    cache_rows: int = 0
+    engines: int = 1
 
     @property
     def used(self) -> int:
         return self.ready + self.filling
+
+    def option_bytes(self, rows: int) -> int:
+        """The `xavier_pool_bytes` for this number of rows."""
+        return rows * self.row_bytes * self.engines
 
 
 @dataclass

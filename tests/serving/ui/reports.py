@@ -12,6 +12,15 @@ from xinference_xavier.stats.report import read, report
 from xinference_xavier.stats.schema import RoutingStats
 
 ROW_BYTES = 2 << 20
+POOL = {
+    "rows": 256,
+    "ready": 120,
+    "filling": 4,
+    "pinned": 9,
+    "quarantined": 1,
+    "row_bytes": ROW_BYTES,
+    "cache_rows": 256,
+}
 HITS = {"prefix_cache": 12_000, "local_pool": 8_000, "remote": 20_000, "computed": 40_000}
 
 
@@ -27,14 +36,7 @@ def replica(
         "received_from": received,
         "fetching": {},
         "fetches": {"started": 12, "committed": 10, "rolled_back": {"timeout": 2}},
-        "pool": {
-            "rows": 256,
-            "ready": 120,
-            "filling": 4,
-            "pinned": 9,
-            "quarantined": 1,
-            "row_bytes": ROW_BYTES,
-        },
+        "pool": POOL,
         "requests": 40,
         "transport": "shared_memory",
         "prefill_tokens_per_s": 2_400.0,

@@ -16,6 +16,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.serving.ui.browser import PHONE, TALL, Browser
 from tests.serving.ui.reports import (
     HITS,
+    POOL,
     history,
     incarnation,
     model,
@@ -236,6 +237,10 @@ def test_several_models(page: Any, stage: Stage) -> None:
         (two() | routing(mode="off"), "Requests go to the replicas in turn."),
         (two() | routing(mode="backlog"), "to the replica with the smallest backlog"),
         (model(*map(replica, range(20))), "20 replicas are too many to draw"),
+        (
+            two(pool=POOL | {"cache_rows": 512, "engines": 2}),
+            f"50% of the KV cache that it backs; xavier_pool_bytes={2 << 30} holds all of it",
+        ),
         (model(replica(0, stale=True), replica(1)), "no answer: data of its last heartbeat"),
     ],
 )

@@ -257,7 +257,7 @@ def test_by_keyboard(browser: Browser, stage: Stage) -> None:
     dialog.keys(Keys.SPACE)
     assert dialog.sharing
     dialog.keys(Keys.TAB, Keys.ENTER, Keys.TAB)
-    assert browser.run("return document.activeElement.placeholder") == "a tenth of the free memory"
+    assert browser.run("return document.activeElement.placeholder") == "as large as the KV cache"
     # Enter would submit the form.
     dialog.keys("1GiB", Keys.ENTER)
     assert dialog.pool.get_attribute("value") == "1GiB"

@@ -109,8 +109,11 @@ function poolText(replica, pool) {
   const used = pool.ready + pool.filling;
   const notes = [text.pinned(count(pool.pinned)),
     pool.quarantined > 0 && text.quarantined(count(pool.quarantined))].filter(Boolean);
+  const { cache_rows: cached, engines } = pool;
   return [`${text.poolOf(bytes(used * pool.row_bytes), bytes(pool.rows * pool.row_bytes))}`,
-    h("div", { class: "muted small" }, notes.join(", "))];
+    h("div", { class: "muted small" }, notes.join(", ")),
+    pool.rows < cached && h("div", { class: "muted small" },
+      text.smallPool(percent(pool.rows, cached), cached * pool.row_bytes * engines))];
 }
 
 function outcomesView(report) {
