@@ -39,7 +39,7 @@ def read(kind: type[_T], raw: object) -> _T:
 
 
 def add(total: Any, part: Any) -> None:
-    """Add the numbers of `part` to `total`, whose fields `part` has too."""
+    """Add the numbers of `part` to `total`, whose fields `part` has too. Lists have one length."""
     for name in vars(total):
         value, more = getattr(total, name), getattr(part, name)
         if is_dataclass(value):
@@ -47,6 +47,8 @@ def add(total: Any, part: Any) -> None:
         elif isinstance(value, dict):
             for key, number in more.items():
                 value[key] = value.get(key, 0) + number
+        elif isinstance(value, list):
+            value[:] = [number + other for number, other in zip(value, more, strict=True)]
         else:
             setattr(total, name, value + more)
 
