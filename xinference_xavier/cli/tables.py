@@ -116,10 +116,11 @@ def _routing(stats: RoutingStats) -> Iterator[str]:
     yield f"Routing {stats.mode}: {', '.join(sent) or 'no requests yet'}."
     if stats.first_bytes:
         told = "; ".join(
-            f"{reason} {_quantiles(each.predicted)}, actual {_quantiles(each.actual)}"
+            f"{reason}, predicted {_quantiles(each.predicted)}, actual {_quantiles(each.actual)}, "
+            f"error {_quantiles(each.error)}"
             for reason, each in stats.first_bytes.items()
         )
-        yield f"Forecast of the first byte in seconds ({_SHARES_TOLD}): {told}."
+        yield f"First byte, forecast and actual, in seconds ({_SHARES_TOLD}): {told}."
 
 
 def _remarks(model: ModelStatus) -> list[str]:

@@ -66,14 +66,20 @@ def _fields(kind: type[Any]) -> dict[str, tuple[Any, bool]]:
     }
 
 
+@functools.cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without its arguments, and these."""
+    return get_origin(hint) or hint, get_args(hint)
+
+
 def _value(hint: Any, value: object) -> Any:
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint is int or hint is float:  # most are numbers
+        return _number(value)
+    origin, arguments = _parts(hint)
     if hint is Any:
         return value
     if is_dataclass(origin):
         return read(origin, value)  # type: ignore[arg-type]  # a hint is a type
-    if origin in (int, float):
-        return _number(value)
     if origin is UnionType:
         return None if value is None else _value(arguments[0], value)
     if origin in (list, tuple):
