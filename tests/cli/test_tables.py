@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from xinference_xavier.cli.tables import explanation_table, findings_list, model
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.answers import Explanation
 from xinference_xavier.stats.report import read
-from xinference_xavier.stats.schema import ModelStatus
+from xinference_xavier.stats.schema import FirstTokens, ModelStatus, RoutingStats
 
 MIB = 1 << 20
 HITS = {"prefix_cache": 1000, "local_pool": 200, "remote": 3000, "computed": 4200}
@@ -120,6 +121,29 @@ def test_routing_has_a_line() -> None:
     assert sentence in shown(model_table(model(replica("m-0"), routing=counts)))
     idle = shown(model_table(model(replica("m-0"), routing={"mode": "off"})))
     assert "Routing off: no requests yet." in idle
+
+
+def test_how_long_people_wait_has_a_line() -> None:
+    waits = FirstTokens()
+    for seconds in (0.03, 0.03, 4.0):
+        waits.prefix_cache.observe(seconds)
+    waits.computed.observe(1.5)
+    sentence = (
+        "Time to first token in seconds (median/90 %/99 %): prefix cache 0.04/4.10/4.91, "
+        "computed 1.50/1.90/1.99."
+    )
+    assert sentence in shown(model_table(model(first_tokens=asdict(waits))))
+    assert "first token" not in shown(model_table(model()))
+
+
+def test_forecasts_are_shown_beside_what_happened() -> None:
+    counted = RoutingStats(mode="auto")
+    counted.answered("local", predicted=0.03, actual=1.5)
+    sentence = (
+        "First byte, forecast and actual, in seconds (median/90 %/99 %): local, predicted "
+        "0.04/0.05/0.05, actual 1.50/1.90/1.99, error 1.50/1.90/1.99."
+    )
+    assert sentence in shown(model_table(model(routing=asdict(counted))))
 
 
 def test_a_server_that_does_not_route_has_no_such_line() -> None:

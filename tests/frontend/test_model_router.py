@@ -366,16 +366,16 @@ async def test_only_the_names_of_the_latest_requests_stay(monkeypatch: pytest.Mo
     assert cluster.router._router.loads.running.sum() == 0
 
 
-async def test_forecasts_are_compared_with_the_first_bytes() -> None:
+async def test_forecasts_are_compared_with_the_first_bytes_by_reason() -> None:
     cluster = Cluster("m-0")
     cluster.tell(cluster.load("m-0", 2.0))
     asked = await route(cluster, document("long"))
     predicted = sum(asked.choice.terms)
     cluster.now += 5.0
     cluster.router.answered(asked, streamed=True)
-    counts = cluster.router.counts
-    assert (counts.forecasts, counts.predicted_s, counts.actual_s) == (1, predicted, 5.0)
-    assert counts.error_s == abs(5.0 - predicted)
+    found = cluster.router.report()["first_bytes"][asked.choice.reason]
+    sums = {name: seconds["sum"] for name, seconds in found.items()}
+    assert sums == {"predicted": predicted, "actual": 5.0, "error": abs(5.0 - predicted)}
 
 
 async def test_it_explains_what_it_would_choose() -> None:

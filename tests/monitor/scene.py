@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import httpx
@@ -20,10 +21,14 @@ from tests.harness.replicas import (
 )
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.serving.metrics import PREFIX
+from xinference_xavier.stats.schema import FirstTokens
 
 HITS = {"prefix_cache": 100, "local_pool": 200, "remote": 300, "computed": 400}
+WAITS = FirstTokens()
+WAITS.remote.observe(1.5)
 COUNTED = {
     "hits": HITS,
+    "first_tokens": asdict(WAITS),
     "requests": 10,
     "longest_scheduling_wait_s": 0.5,
     "prefill_tokens_per_s": 1000.0,

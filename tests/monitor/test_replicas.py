@@ -9,7 +9,7 @@ import pytest
 from tests.harness.replicas import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
 from tests.monitor.scene import HITS, IDLE, ROW_BYTES, Scene, Scraped
 from xinference_xavier.errors import NotSharing
-from xinference_xavier.stats.schema import SECONDS_BOUNDS
+from xinference_xavier.stats.schema import FetchSeconds
 
 pytestmark = pytest.mark.process
 
@@ -40,7 +40,7 @@ def test_a_fetch_is_seen_at_the_next_scrape(scene: Scene) -> None:
     assert after("received_bytes_total", **labels) == moved
     assert after("fetch_size_bytes_sum", **labels) == moved
     assert after("fetch_size_bytes_bucket", **labels, le="+Inf") == fetched
-    slowest = str(SECONDS_BOUNDS[-1])
+    slowest = str(FetchSeconds.bounds[-1])
     durations = {**labels, "outcome": "committed"}
     assert after("fetch_duration_seconds_bucket", **durations, le=slowest) == fetched
     sent = after("sent_bytes_total", replica="first") - before("sent_bytes_total", replica="first")
@@ -58,6 +58,9 @@ def test_what_the_engine_counts(scene: Scene) -> None:
     found = until(scene, lambda now: now("requests_total") == 20, "both have reported")
     for source, tokens in HITS.items():
         assert found("prompt_tokens_total", replica="first", source=source) == tokens
+    labels = {"replica": "first", "source": "remote"}
+    assert found("time_to_first_token_seconds_sum", **labels) == 1.5
+    assert found("time_to_first_token_seconds_bucket", **labels, le="2.0") == 1
     assert found("prefill_tokens_per_second", replica="second") == 1000
     assert found("saved_seconds") == 1
     assert found("sharing", reason="") == found("replicas") == 2

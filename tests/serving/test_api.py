@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,16 @@ from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.answers import answered_for, model_access
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.stats.report import read
-from xinference_xavier.stats.schema import ReplicaStats
+from xinference_xavier.stats.schema import FirstTokens, ReplicaStats
 
 HITS = {"prefix_cache": 1, "local_pool": 20, "remote": 300, "computed": 4000}
+WAITS, BOTH_WAITS = FirstTokens(), FirstTokens()
+WAITS.remote.observe(1.5)
+for _ in range(2):
+    BOTH_WAITS.remote.observe(1.5)
 STATS: dict[str, Any] = {
     "hits": HITS,
+    "first_tokens": asdict(WAITS),
     "bytes_received": 7,
     "bytes_sent": 8,
     "fetches": {"started": 5, "committed": 3, "rolled_back": {"timeout": 2}},
@@ -127,6 +133,7 @@ async def test_replicas_and_totals(model: Model) -> None:
     assert body["totals"] == {
         "holdings": 5,
         "hits": {source: 2 * tokens for source, tokens in HITS.items()},
+        "first_tokens": asdict(BOTH_WAITS),
         "bytes_received": 14,
         "bytes_sent": 16,
         "fetches": {"started": 10, "committed": 6, "rolled_back": {"timeout": 4}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import asdict
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from xinference_xavier.errors import ROLLBACKS, NotSharing
 from xinference_xavier.serving.metrics import FAMILIES, Labels, Samples, samples
 from xinference_xavier.stats.report import report
-from xinference_xavier.stats.schema import BYTES_BOUNDS, SECONDS_BOUNDS, FetchStats
+from xinference_xavier.stats.schema import (
+    CHOICES,
+    HIT_SOURCES,
+    AnswerSeconds,
+    FetchBytes,
+    FetchSeconds,
+    FetchStats,
+    FirstTokens,
+    RoutingStats,
+)
 
 ROW_BYTES = 1 << 20
 
@@ -148,15 +158,21 @@ def test_buckets_are_cumulative_and_include_their_bound() -> None:
     assert (buckets[0.025], buckets[0.05], buckets[0.1], buckets[30.0]) == (0, 1, 2, 2)
     assert buckets[math.inf] == buckets["count"] == 3
     assert buckets["sum"] == pytest.approx(99.101)
-    assert [bound for bound in buckets if isinstance(bound, float)] == [*SECONDS_BOUNDS, math.inf]
+    bounds = [bound for bound in buckets if isinstance(bound, float)]
+    assert bounds == [*FetchSeconds.bounds, math.inf]
 
 
-def test_a_histogram_with_other_buckets_is_left_out() -> None:
-    figures = asdict(FetchStats())
-    figures["bytes"]["counts"] = [1, 2]
-    found = scraped([member("m-0", stats(fetches={"by_transport": {"gloo": figures}}))])
-    assert found["fetch_size_bytes"] == []
-    assert len(found["fetch_duration_seconds"]) == 2
+def test_first_tokens_of_each_replica_by_source() -> None:
+    waits = FirstTokens()
+    for seconds in (0.3, 4.0):
+        waits.remote.observe(seconds)
+    found = scraped([member("m-0", stats(first_tokens=asdict(waits))), member("m-1", stats())])
+    name = "time_to_first_token_seconds"
+    remote = value(found, name, replica="m-0", source="remote")
+    assert (remote[0.2], remote[0.5], remote[5.0], remote["sum"]) == (0, 1, 2, 4.3)
+    for replica, source in itertools.product(("m-0", "m-1"), HIT_SOURCES):
+        count = value(found, name, model="m", replica=replica, source=source)["count"]
+        assert count == (2 if (replica, source) == ("m-0", "remote") else 0)
 
 
 @pytest.mark.parametrize("reason", NotSharing)
@@ -194,17 +210,27 @@ def routed(**figures: Any) -> Samples:
 
 def test_figures_of_routing() -> None:
     found = routed(
-        waiting=1, waited=2, waited_s=3.5, refused=4, moved=5, unrouted=6, forecasts=7, failures=8,
-        predicted_s=8.5, actual_s=9.5, error_s=1.5,
+        waiting=1, waited=2, waited_s=3.5, refused=4, moved=5, unrouted=6, failures=8
     )  # fmt: skip
     for name, number in {
         "routing_waiting_requests": 1, "routing_waits_total": 2, "routing_wait_seconds_total": 3.5,
         "routing_refused_total": 4, "routing_moved_total": 5, "unrouted_requests_total": 6,
         "routing_failures_total": 8,
-        "routing_forecasts_total": 7, "routing_predicted_seconds_total": 8.5,
-        "routing_actual_seconds_total": 9.5, "routing_prediction_error_seconds_total": 1.5,
     }.items():  # fmt: skip
         assert value(found, name, model="m") == number, name
+
+
+def test_forecasts_beside_what_happened_by_reason() -> None:
+    """Each reason has its series from the start, and no other."""
+    counted = RoutingStats()
+    counted.answered("fetch", predicted=0.5, actual=3.0)
+    counted.answered("made up", predicted=0.5, actual=3.0)
+    found = routed(**asdict(counted))
+    for name, seconds in (("predicted", 0.5), ("actual", 3.0), ("prediction_error", 2.5)):
+        family = f"routing_{name}_seconds"
+        counts = {labels["reason"]: each["count"] for labels, each in found[family]}  # type: ignore[index]
+        assert counts == dict.fromkeys(CHOICES, 0) | {"fetch": 1}
+        assert value(found, family, model="m", reason="fetch")["sum"] == seconds
 
 
 @pytest.mark.parametrize(("mode", "routes"), [("auto", 1), ("backlog", 1), ("off", 0), ("", 0)])
@@ -320,9 +346,10 @@ def test_the_most_series_that_a_replica_can_have() -> None:
     fetches |= dict.fromkeys(("", "shared_memory"), fetches["gloo"])
     found = scraped([member("m-0", figures)])
     of_replica = [labels for _, labels in labels_of(found) if "replica" in labels]
-    buckets = 3 * (2 * (len(SECONDS_BOUNDS) + 3) + len(BYTES_BOUNDS) + 3)
+    buckets = 3 * (2 * (len(FetchSeconds.bounds) + 3) + len(FetchBytes.bounds) + 3)
+    waits = len(HIT_SOURCES) * (len(AnswerSeconds.bounds) + 3)
     routed = 2
-    assert len(of_replica) + buckets + routed < 260
+    assert len(of_replica) + buckets + waits + routed < 330
 
 
 JSON = st.recursive(

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from xinference_xavier.stats.report import (
     read,
     report,
 )
+from xinference_xavier.stats.schema import FirstTokens
 from xinference_xavier.tracker.actor import BlockTracker
 
 RAISES = "json:loads"
@@ -84,6 +85,18 @@ def test_sums() -> None:
     assert total == Inner(3, {"x": 3, "1": 1, "2": 1})
 
 
+def test_sums_of_histograms() -> None:
+    total = FirstTokens()
+    for seconds in (1.5, 3.0, 3.5):
+        part = FirstTokens()
+        part.remote.observe(seconds)
+        add(total, part)
+    assert total.remote.sum == 8.0
+    assert {bound: count for bound, count in zip(total.remote.bounds, total.remote.counts,
+            strict=False) if count} == {2.0: 1, 5.0: 2}  # fmt: skip
+    assert total.computed == FirstTokens().computed
+
+
 # -- reports ----------------------------------------------------------------------------------
 
 
@@ -129,8 +142,13 @@ def test_replicas_of_all_namespaces_in_the_order_of_their_names() -> None:
 
 def test_a_peer_breaks_neither_the_sums_nor_the_page() -> None:
     """Its report has the schema's shape, whatever it sent."""
-    broken = entry("m-0", hits="many", fetches=[1], pool=None, requests=-5, colour="red")
-    good = entry("m-1", hits={"remote": 3}, requests=2)
+    buckets = {"remote": {"counts": [1], "sum": 1.0}, "computed": {"counts": ["a"] * 15}}
+    broken = entry(
+        "m-0", hits="many", fetches=[1], pool=None, requests=-5, colour="red", first_tokens=buckets
+    )
+    waits = FirstTokens()
+    waits.remote.observe(1.0)
+    good = entry("m-1", hits={"remote": 3}, requests=2, first_tokens=asdict(waits))
     namespaces = {"n": {"replicas": [broken, good]}}
     reported = report({"model_uid": "m", "enabled": True, "namespaces": namespaces})
     first = reported["replicas"][0]
@@ -138,13 +156,18 @@ def test_a_peer_breaks_neither_the_sums_nor_the_page() -> None:
     assert (first["fetches"]["rolled_back"], first["pool"]["rows"]) == ({}, 0)
     assert first["colour"] == "red", "a newer replica's field"
     assert (reported["totals"]["hits"]["remote"], reported["totals"]["requests"]) == (3, 2)
+    assert reported["totals"]["first_tokens"] == asdict(waits)
 
 
 # -- history ----------------------------------------------------------------------------------
 
 
 def stats(peers: int) -> dict[str, Any]:
+    waits = FirstTokens()
+    for _ in range(peers):
+        waits.remote.observe(1.0)
     return {
+        "first_tokens": asdict(waits),
         "hits": {"prefix_cache": 1, "local_pool": 2, "remote": peers, "computed": 4},
         "bytes_received": 10 * peers,
         "requests": 5,
@@ -163,7 +186,9 @@ def test_a_sample_sums_up_all_replicas() -> None:
     history.record("a", stats(3))
     history.record("b", stats(30))
     history.tick(0.0, 1000.0)
-    assert last(history) == {
+    sample = last(history)
+    assert sample.pop("first_tokens")["remote"]["sum"] == 33.0
+    assert sample == {
         "time": 1000.0,
         "hits": {"prefix_cache": 2, "local_pool": 4, "remote": 33, "computed": 8},
         "bytes_received": 330,
@@ -213,4 +238,5 @@ def test_nonsense_counts_as_zero() -> None:
     history.tick(0.0, 0.0)
     sample = json.loads(json.dumps(last(history), allow_nan=False))
     assert sample.pop("fetches")["rolled_back"] == {"any": 0}
+    assert sample.pop("first_tokens") == asdict(FirstTokens())
     assert set(sample.pop("hits").values()) == set(sample.values()) == {0}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import textwrap
 from dataclasses import asdict, fields
 from typing import Any
@@ -17,13 +18,17 @@ from hypothesis import strategies as st
 from xinference_xavier.routing import choice
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import (
-    BYTES_BOUNDS,
     CHOICES,
-    SECONDS_BOUNDS,
+    HIT_SOURCES,
+    AnswerSeconds,
     ComparisonStats,
     Counters,
     Decisions,
+    FetchBytes,
+    FetchSeconds,
     FetchStats,
+    FirstBytes,
+    FirstTokens,
     GrantStats,
     Histogram,
     Hits,
@@ -53,6 +58,11 @@ def test_before_the_first_request_nothing_was_reused() -> None:
     assert Hits().ratio == 0.0
     assert Hits(prefix_cache=1, local_pool=2, remote=3, computed=2).ratio == 0.75
     assert Hits(computed=9).ratio == 0.0
+
+
+def test_most_tokens_came_from_one_source() -> None:
+    assert Hits(prefix_cache=1, local_pool=2, remote=3, computed=2).main == "remote"
+    assert Hits(local_pool=2, computed=2).main == "local_pool", "the nearer of two"
 
 
 def test_fields_that_an_older_server_lacks_have_their_defaults() -> None:
@@ -90,7 +100,7 @@ def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
     [
         *(ModelStatus, ReplicaStatus, Totals, Hits, ReplicaFetches, FetchStats, Decisions),
         *(WaitCounts, PoolStats, GrantStats, MirrorStats, ComparisonStats, HookStats),
-        *(WarmJoinStats, TrackerStats, RoutingStats, KnownLoad),
+        *(WarmJoinStats, TrackerStats, RoutingStats, KnownLoad, FirstTokens, FirstBytes),
     ],
 )
 def test_every_field_is_documented_by_its_class_or_its_metric(kind: type[Any]) -> None:
@@ -100,12 +110,20 @@ def test_every_field_is_documented_by_its_class_or_its_metric(kind: type[Any]) -
     assert missing == set()
 
 
+class Tens(Histogram):
+    bounds = (10.0, 100.0)
+
+
+def tens(values: list[int]) -> Tens:
+    histogram = Tens()
+    for value in values:
+        histogram.observe(value)
+    return histogram
+
+
 @given(st.lists(st.integers(0, 1000)))
 def test_every_observation_is_in_one_bucket(values: list[int]) -> None:
-    bounds = (10.0, 100.0)
-    histogram = Histogram.over(bounds)
-    for value in values:
-        histogram.observe(value, bounds)
+    histogram = tens(values)
     assert json.loads(json.dumps(asdict(histogram))) == {
         "counts": [
             sum(value <= 10 for value in values),
@@ -116,9 +134,41 @@ def test_every_observation_is_in_one_bucket(values: list[int]) -> None:
     }
 
 
-@pytest.mark.parametrize("bounds", [SECONDS_BOUNDS, BYTES_BOUNDS])
-def test_bounds_grow(bounds: tuple[float, ...]) -> None:
-    assert list(bounds) == sorted(set(bounds))
+def test_quantiles_are_linear_within_a_bucket() -> None:
+    """As PromQL computes them, so that page, table and Grafana agree."""
+    histogram = tens([5] * 5 + [50] * 4 + [500])
+    assert [histogram.quantile(share) for share in (0.25, 0.5, 0.7, 0.9, 0.99, 1.0)] == [
+        5.0, 10.0, 55.0, 100.0, 100.0, 100.0,
+    ]  # fmt: skip
+    assert tens([50]).quantile(0.5) == 55.0
+    assert tens([]).quantile(0.5) is None
+
+
+@given(st.lists(st.integers(0, 100), min_size=1), st.floats(0.01, 1.0))
+def test_a_quantile_is_in_the_bucket_of_the_value_that_it_stands_for(
+    values: list[int], share: float
+) -> None:
+    value = sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    lower, upper = (0, 10) if value <= 10 else (10, 100)
+    found = tens(values).quantile(share)
+    assert found is not None
+    assert lower <= found <= upper
+
+
+@pytest.mark.parametrize("counts", [[], [1, 2], [1, 2, 3, 4]])
+def test_a_histogram_with_other_buckets_is_empty(counts: list[int]) -> None:
+    """It comes from another version, or from a peer with bad intentions."""
+    assert read(Tens, {"counts": counts, "sum": 5.0}) == Tens()
+    assert read(Tens, {"counts": [1, 2, 3], "sum": 5.0}).counts == [1, 2, 3]
+
+
+def test_first_tokens_have_the_sources_of_hits() -> None:
+    assert tuple(each.name for each in fields(FirstTokens)) == HIT_SOURCES
+
+
+@pytest.mark.parametrize("kind", [FetchSeconds, FetchBytes, AnswerSeconds])
+def test_bounds_grow(kind: type[Histogram]) -> None:
+    assert list(kind.bounds) == sorted(set(kind.bounds))
 
 
 # -- routing ----------------------------------------------------------------------------------
@@ -134,9 +184,13 @@ def test_requests_by_reason_and_by_replica() -> None:
 
 def test_errors_of_forecasts_do_not_cancel_out() -> None:
     stats = RoutingStats()
-    stats.answered(predicted=1.0, actual=3.0)
-    stats.answered(predicted=4.0, actual=3.0)
-    assert (stats.forecasts, stats.predicted_s, stats.actual_s, stats.error_s) == (2, 5.0, 6.0, 3.0)
+    stats.answered("local", predicted=1.0, actual=3.0)
+    stats.answered("local", predicted=4.0, actual=3.0)
+    stats.answered("fetch", predicted=9.0, actual=9.0)
+    local = stats.first_bytes["local"]
+    assert (local.predicted.sum, local.actual.sum, local.error.sum) == (5.0, 6.0, 3.0)
+    assert sum(local.error.counts) == 2
+    assert sum(stats.first_bytes["fetch"].error.counts) == 1
 
 
 def test_every_reason_of_a_choice_is_known() -> None:
@@ -150,6 +204,7 @@ def test_every_reason_of_a_choice_is_known() -> None:
 def test_a_client_reads_what_a_router_reports() -> None:
     stats = RoutingStats(mode="auto", loads={"m-0": KnownLoad(1.5, 3, False)}, waiting=2)
     stats.sent("fetch", "m-0")
+    stats.answered("fetch", 1.0, 3.0)
     assert read(ModelStatus, STATUS | {"routing": asdict(stats)}).routing == stats
 
 

@@ -1,6 +1,6 @@
 """The commands' output for people."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
@@ -16,12 +16,15 @@ from xinference_xavier.stats.answers import Explanation, NamedPrefix
 from xinference_xavier.stats.schema import (
     HIT_SOURCES,
     Counters,
+    Histogram,
     ModelStatus,
     PoolStats,
     RoutingStats,
 )
 
 _UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
+_SHARES = (0.5, 0.9, 0.99)
+_SHARES_TOLD = "median/90 %/99 %"
 _WIDTH = 64  # of a prompt's picture; a character stands for one chunk or several
 
 
@@ -58,7 +61,7 @@ def model_table(model: ModelStatus) -> RenderableType:
     if len(model.replicas) > 1:
         totals = model.totals
         table.add_row("all", *_counters(totals), "", str(totals.holdings), style="bold")
-    lines = [Text(_routing(model.routing))] if model.routing.mode else []
+    lines = [Text(line) for line in (*_first_tokens(model.totals), *_routing(model.routing))]
     lines += [Text(line, style="yellow") for line in _remarks(model)]
     state = "[green]on[/]" if model.enabled else "[red]off[/]"
     title = f"[bold]{model.model_uid}[/], sharing {state}"
@@ -83,8 +86,25 @@ def _pool(pool: PoolStats) -> str:
     return f"{pool.used / pool.rows:.0%} of {size(pool.rows * pool.row_bytes)}"
 
 
-def _routing(stats: RoutingStats) -> str:
-    """All of it in one line."""
+def _first_tokens(counters: Counters) -> Iterator[str]:
+    waits = {
+        name.replace("_", " "): _quantiles(each)
+        for name, each in vars(counters.first_tokens).items()
+        if sum(each.counts)
+    }
+    if waits:
+        told = ", ".join(f"{source} {seconds}" for source, seconds in waits.items())
+        yield f"Time to first token in seconds ({_SHARES_TOLD}): {told}."
+
+
+def _quantiles(histogram: Histogram) -> str:
+    return "/".join(f"{histogram.quantile(share) or 0.0:.2f}" for share in _SHARES)
+
+
+def _routing(stats: RoutingStats) -> Iterator[str]:
+    """All of it in one line, and whether the forecasts were true in another."""
+    if not stats.mode:
+        return
     sent = [f"{count:,} requests to {name}" for name, count in sorted(stats.replicas.items())]
     others = {
         "in turn": stats.unrouted,
@@ -93,7 +113,14 @@ def _routing(stats: RoutingStats) -> str:
         "sent again": stats.moved,
     }
     sent += [f"{count:,} {what}" for what, count in others.items() if count]
-    return f"Routing {stats.mode}: {', '.join(sent) or 'no requests yet'}."
+    yield f"Routing {stats.mode}: {', '.join(sent) or 'no requests yet'}."
+    if stats.first_bytes:
+        told = "; ".join(
+            f"{reason}, predicted {_quantiles(each.predicted)}, actual {_quantiles(each.actual)}, "
+            f"error {_quantiles(each.error)}"
+            for reason, each in stats.first_bytes.items()
+        )
+        yield f"First byte, forecast and actual, in seconds ({_SHARES_TOLD}): {told}."
 
 
 def _remarks(model: ModelStatus) -> list[str]:

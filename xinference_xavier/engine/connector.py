@@ -175,6 +175,12 @@ class XavierConnector(WorkerSide):
             num_external_tokens,
             request.prompt_token_ids if only_tokens else None,
         )
+        self._scheduled(request)
+
+    @guarded(nothing)
+    def _scheduled(self, request: Request) -> None:
+        own = self._manager.requests[request.request_id]
+        self._manager.first_tokens.scheduled(request, own)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._is_reset = False
@@ -247,6 +253,7 @@ class XavierConnector(WorkerSide):
             if self._unflushed_steps <= 0 and ended[0].tokens:
                 self._unflushed_steps = None
                 self._manager.on_reset_flushed()
+        self._manager.first_tokens.step_ended()
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------
 

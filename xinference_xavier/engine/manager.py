@@ -36,6 +36,7 @@ from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.donors import DonorSelection
+from xinference_xavier.engine.first_tokens import FirstTokenTimes
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.keys import GROUP, Layout
@@ -49,6 +50,7 @@ from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.pool.tier import Tier
 from xinference_xavier.protocol.load import Serving
 from xinference_xavier.replica.warm_join import MAX_REQUESTS
+from xinference_xavier.stats.report import add
 from xinference_xavier.stats.schema import Hits
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ class XavierManager(OffloadingManager):
         such, until it is told that they are gone."""
         self._hits = Hits()
         self._hit_reporter = HitReporter(self._hits)
+        self.first_tokens = FirstTokenTimes()
         self.settled = True  # the next step has nothing to do, unless vLLM asks for something
         self._finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)
         self.probes = probes(self._can_audit)
@@ -147,6 +150,7 @@ class XavierManager(OffloadingManager):
             "vllm": vllm.__version__,
             "vllm_untested": vllm_versions.is_newer(vllm.__version__),
             "hits": asdict(self._hits),
+            "first_tokens": asdict(self.first_tokens.seconds),
             "requests": self._finished_requests,
             "scheduler_errors": self.errors.count,
             "longest_scheduling_wait_s": self.tier_lookup.longest_scheduling_wait,
@@ -272,10 +276,10 @@ class XavierManager(OffloadingManager):
         remote = loaded * fetched // max(1, len(rows))
         if rows and tokens is not None and self.probes.wants_audit():
             self.probes.loaded(tokens, rows, request.ends())
-        self._hits.prefix_cache += request.prefix_tokens
-        self._hits.local_pool += loaded - remote
-        self._hits.remote += remote
-        self._hits.computed += max(0, prompt - request.prefix_tokens - loaded)
+        computed = max(0, prompt - request.prefix_tokens - loaded)
+        hits = Hits(request.prefix_tokens, loaded - remote, remote, computed)
+        add(self._hits, hits)
+        request.source = hits.main
 
     @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:

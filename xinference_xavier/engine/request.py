@@ -66,6 +66,7 @@ class Request:
     reuses: bool = False  # blocks of vLLM's own cache, perhaps
     prompt_tokens: int = 0  # with answered ones before a preemption; 0 before its lookups
     missing: int = 0  # of them, still to compute
+    source: str = ""  # of most of the prompt; empty before it is counted
     fetches: list[Fetch] = field(default_factory=list)  # while FETCHING, in order of their rows
     retry_keys: set[bytes] = field(default_factory=set)  # the chunks that defer the request
     deadline: float | None = None  # of all its fetches

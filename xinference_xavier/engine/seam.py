@@ -58,6 +58,7 @@ FIELDS = {
         "finished_req_ids", "preempted_req_ids", "kv_cache_block_copies",
         "kv_connector_block_state", "total_num_scheduled_tokens",
     ),
+    Request: ("num_output_tokens", "is_finished"),
     base.ReqContext: ("req_id", "_offload_key_positions"),
     base.OffloadingEvent: ("keys", "medium", "removed"),
     base.OffloadingKVEventsConfig: ("enable_kv_cache_events",),
@@ -82,7 +83,7 @@ TEXTS: dict[Callable[..., object], tuple[str, ...]] = {
     Scheduler.update_from_output: ("self.connector.take_events()",),
     Scheduler.add_request: ("self.connector.on_new_request(request)",),
     EngineCore.__init__: ("self.model_executor = ", "self.scheduler: "),
-    Request.__init__: ("trace_headers",),
+    Request.__init__: ("trace_headers", "self.arrival_time"),
 }
 """What vLLM's functions must contain, because we rely on what they do."""
 

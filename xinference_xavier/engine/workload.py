@@ -269,7 +269,7 @@ class Workload:
         if request.counted.reported or request.probe is not None or not request.shares:
             return
         request.counted.reported = True
-        name = _own_id(req_id)
+        name = own_id(req_id)
         if (prefix := prefix_of(name)) is not None:
             every = tuple(dict.fromkeys(request.row_keys()))
             self._computed.append(ComputedPrefix(prefix, prompt, every))
@@ -293,7 +293,7 @@ class Workload:
             if each.missing > MAX_DECODE_TOKENS
             and not (each.wait is not None and each.wait.leaves_it_to_peer)
         ]
-        names = (_own_id(req_id) for req_id, _ in known)
+        names = (own_id(req_id) for req_id, _ in known)
         return Load(
             self._serving,
             prefill_tokens=sum(rest for _, rest in missing),
@@ -338,7 +338,7 @@ class Workload:
         return tuple(self._marked.popleft() for _ in range(len(self._marked)))
 
 
-def _own_id(req_id: str) -> str:
+def own_id(req_id: str) -> str:
     """A tracker takes it if it is printable: clients choose ids."""
     match = _OWN_ID.fullmatch(req_id)
     return reported_id(match[1] if match else req_id)

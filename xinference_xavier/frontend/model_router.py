@@ -275,7 +275,8 @@ class ModelRouter:
         """The first of the answer has arrived, or all of it."""
         self._router.answered(route.request)
         if streamed:
-            self.counts.answered(sum(route.choice.terms), self._clock() - route.sent)
+            choice = route.choice
+            self.counts.answered(choice.reason, sum(choice.terms), self._clock() - route.sent)
 
     def prefilled(self, route: Route, failed: bool) -> None:
         """The prefill elsewhere has ended."""

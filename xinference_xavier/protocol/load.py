@@ -130,7 +130,8 @@ def check_observation(observation: object) -> Observation:
 
 MAX_SECONDS = 600.0
 """A decode replica waits no longer than that for a prefill to begin, and to end."""
-_MARK = re.compile(r":prefill:([^:]{1,256}):(\d{1,6}):(\d{1,6}):([0-9a-f]{32})", re.ASCII)
+_PREFILL = ":prefill"
+_MARK = re.compile(_PREFILL + r":([^:]{1,256}):(\d{1,6}):(\d{1,6}):([0-9a-f]{32})", re.ASCII)
 
 
 class Elsewhere(NamedTuple):
@@ -146,7 +147,16 @@ def with_mark(request: str, elsewhere: Elsewhere, key: str) -> str:
     """`key` is that of the replica that decodes."""
     queue, seconds = (min(each, MAX_SECONDS) * 1000 for each in elsewhere[1:])
     mark = f"{elsewhere.replica}:{queue:.0f}:{seconds:.0f}"
-    return f"{request}:prefill:{mark}:{_signature(mark, key)}"
+    return f"{request}{_PREFILL}:{mark}:{_signature(mark, key)}"
+
+
+def prefill_id(request: str) -> str:
+    """The id of the request that a prefill replica computes for another one's `request`."""
+    return f"{request}{_PREFILL}"
+
+
+def is_prefill(request: str) -> bool:
+    return request.endswith(_PREFILL)
 
 
 def mark_of(request: str, key: str) -> Elsewhere | None:

@@ -32,14 +32,13 @@ from xinference_xavier.serving import seam
 from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import (
-    BYTES_BOUNDS,
     CHOICES,
     COMMITTED,
     OUTCOMES,
     PREFIX_STATES,
     ROLLED_BACK,
-    SECONDS_BOUNDS,
     FetchStats,
+    FirstBytes,
     Histogram,
     ModelStatus,
     ReplicaStatus,
@@ -102,6 +101,11 @@ def _routed(model: ModelStatus) -> _ByLabels:
     return {(replica,): count for replica, count in counts.items()}
 
 
+def _first_bytes(which: str, model: ModelStatus) -> _ByLabels:
+    known, none = model.routing.first_bytes, FirstBytes()
+    return {(each,): _cumulative(getattr(known.get(each, none), which)) for each in CHOICES}
+
+
 def _prefixes(model: ModelStatus) -> _ByLabels:
     return {(state,): model.prefix_states.get(state, 0) for state in PREFIX_STATES}
 
@@ -138,19 +142,19 @@ def _fetches(replica: ReplicaStatus) -> _ByLabels:
 
 def _durations(replica: ReplicaStatus) -> dict[tuple[str, ...], HistogramValue]:
     return {
-        (transport, outcome): seconds
+        (transport, outcome): _cumulative(stats.seconds[outcome])
         for transport, stats in _transports(replica)
         for outcome in OUTCOMES
-        if (seconds := _cumulative(stats.seconds.get(outcome), SECONDS_BOUNDS)) is not None
+        if outcome in stats.seconds
     }
 
 
 def _sizes(replica: ReplicaStatus) -> dict[tuple[str, ...], HistogramValue]:
-    return {
-        (transport,): size
-        for transport, stats in _transports(replica)
-        if (size := _cumulative(stats.bytes, BYTES_BOUNDS)) is not None
-    }
+    return {(transport,): _cumulative(stats.bytes) for transport, stats in _transports(replica)}
+
+
+def _first_tokens(replica: ReplicaStatus) -> _ByLabels:
+    return {(source,): _cumulative(each) for source, each in vars(replica.first_tokens).items()}
 
 
 def _transports(replica: ReplicaStatus) -> Iterator[tuple[str, FetchStats]]:
@@ -159,12 +163,9 @@ def _transports(replica: ReplicaStatus) -> Iterator[tuple[str, FetchStats]]:
         yield name[:_MAX_NAME], by_transport[name]
 
 
-def _cumulative(histogram: Histogram | None, bounds: tuple[float, ...]) -> HistogramValue | None:
-    """None for a histogram with other buckets."""
-    if histogram is None or len(histogram.counts) != len(bounds) + 1:
-        return None
+def _cumulative(histogram: Histogram) -> HistogramValue:
     cumulative = list(itertools.accumulate(histogram.counts))
-    buckets: HistogramValue = dict(zip((*bounds, math.inf), cumulative, strict=True))
+    buckets: HistogramValue = dict(zip((*histogram.bounds, math.inf), cumulative, strict=True))
     return {**buckets, "sum": histogram.sum, "count": cumulative[-1]}
 
 
@@ -239,6 +240,27 @@ _OF_MODEL = (
         lambda model: {(name,): each.backlog_s for name, each in model.routing.loads.items()},
     ),
     *_declared(RoutingStats, _MODEL, "routing"),
+    Family(
+        "routing_predicted_seconds",
+        "Predicted time until the first byte of streamed answers, by the reason of the choice.",
+        (*_MODEL, "reason"),
+        partial(_first_bytes, "predicted"),
+        is_histogram=True,
+    ),
+    Family(
+        "routing_actual_seconds",
+        "Time until the first byte of these answers.",
+        (*_MODEL, "reason"),
+        partial(_first_bytes, "actual"),
+        is_histogram=True,
+    ),
+    Family(
+        "routing_prediction_error_seconds",
+        "Absolute error of these predictions.",
+        (*_MODEL, "reason"),
+        partial(_first_bytes, "error"),
+        is_histogram=True,
+    ),
     Family("named_prefixes", "Named prefixes by state.", (*_MODEL, "state"), _prefixes),
     Family(
         "prefix_file_failures_total",
@@ -259,6 +281,13 @@ _OF_REPLICA = (
         "Whether the replica can fetch from a peer, and the reason if it cannot.",
         (*_REPLICA, "reason"),
         _sharing,
+    ),
+    Family(
+        "time_to_first_token_seconds",
+        "Time from a request's arrival to its first token, by the source of most of its prompt.",
+        (*_REPLICA, "source"),
+        _first_tokens,
+        is_histogram=True,
     ),
     Family(
         "fetches_total",

@@ -19,6 +19,7 @@ from fastapi import HTTPException
 
 from xinference_xavier.errors import ReplicaNotServingError, XavierError
 from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError, Route
+from xinference_xavier.protocol.load import prefill_id
 from xinference_xavier.runtime.aio import spawn, within
 from xinference_xavier.serving import seam
 
@@ -56,7 +57,7 @@ async def prefill(
 ) -> None:
     """Return when the prompt is computed; if cancelled, the replica stops. A failure is counted,
     and the replica that answers notices it."""
-    request = f"{kwargs['request_id']}:prefill"
+    request = prefill_id(kwargs["request_id"])
     router.named(route, request)
     asked, *rest = args
     call = {**kwargs, "request_id": request}

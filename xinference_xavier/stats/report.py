@@ -39,7 +39,7 @@ def read(kind: type[_T], raw: object) -> _T:
 
 
 def add(total: Any, part: Any) -> None:
-    """Add the numbers of `part` to `total`, whose fields `part` has too."""
+    """Add the numbers of `part` to `total`, whose fields `part` has too. Lists have one length."""
     for name in vars(total):
         value, more = getattr(total, name), getattr(part, name)
         if is_dataclass(value):
@@ -47,6 +47,8 @@ def add(total: Any, part: Any) -> None:
         elif isinstance(value, dict):
             for key, number in more.items():
                 value[key] = value.get(key, 0) + number
+        elif isinstance(value, list):
+            value[:] = [number + other for number, other in zip(value, more, strict=True)]
         else:
             setattr(total, name, value + more)
 
@@ -64,14 +66,20 @@ def _fields(kind: type[Any]) -> dict[str, tuple[Any, bool]]:
     }
 
 
+@functools.cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without its arguments, and these."""
+    return get_origin(hint) or hint, get_args(hint)
+
+
 def _value(hint: Any, value: object) -> Any:
-    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint is int or hint is float:  # most are numbers
+        return _number(value)
+    origin, arguments = _parts(hint)
     if hint is Any:
         return value
     if is_dataclass(origin):
         return read(origin, value)  # type: ignore[arg-type]  # a hint is a type
-    if origin in (int, float):
-        return _number(value)
     if origin is UnionType:
         return None if value is None else _value(arguments[0], value)
     if origin in (list, tuple):

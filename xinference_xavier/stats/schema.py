@@ -9,12 +9,9 @@ started; those of routing, when a process that sends requests to replicas is.
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from itertools import accumulate
+from typing import Any, ClassVar
 
-SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Buckets of a fetch's duration; `xavier_fetch_timeout` is 5 s by default."""
-BYTES_BOUNDS = tuple(float(1 << power) for power in range(16, 34, 2))
-"""Buckets of a fetch's size: 64 KiB to 4 GiB."""
 COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
 
 
@@ -51,25 +48,74 @@ class Hits:
         """The share of prompt tokens that were not computed; 0 before the first request."""
         return 1 - self.computed / self.total if self.total else 0.0
 
+    @property
+    def main(self) -> str:
+        """The source of most of the tokens."""
+        return max(HIT_SOURCES, key=vars(self).__getitem__)
+
 
 HIT_SOURCES = tuple(source.name for source in fields(Hits))
 
 
 @dataclass
 class Histogram:
-    """`counts` has one more entry than there are bounds, for values above all of them."""
+    """`counts` has one more entry than there are `bounds`, for values above all of them. With other
+    buckets than these, such as another version's, it is empty."""
+
+    bounds: ClassVar[tuple[float, ...]] = ()
 
     counts: list[int] = field(default_factory=list)
     sum: float = 0.0
 
-    @classmethod
-    def over(cls, bounds: tuple[float, ...]) -> Self:
-        return cls([0] * (len(bounds) + 1))
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.bounds) + 1:
+            self.counts, self.sum = [0] * (len(self.bounds) + 1), 0.0
 
-    def observe(self, value: float, bounds: tuple[float, ...]) -> None:
+    def observe(self, value: float) -> None:
         """A value that equals a bound belongs to that bound's bucket."""
-        self.counts[bisect_left(bounds, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def quantile(self, share: float) -> float | None:
+        """The value that this share of all observations does not exceed, as PromQL's
+        `histogram_quantile` computes it: linear within a bucket, and at most the last bound. None
+        without observations."""
+        cumulative = [0, *accumulate(self.counts)]
+        if not cumulative[-1]:
+            return None
+        rank = share * cumulative[-1]
+        at = bisect_left(cumulative, rank, lo=1) - 1
+        lower, upper = (0.0, *self.bounds, self.bounds[-1])[at : at + 2]
+        return lower + (upper - lower) * (rank - cumulative[at]) / self.counts[at]
+
+
+class FetchSeconds(Histogram):
+    """Durations of fetches; `xavier_fetch_timeout` is 5 s by default."""
+
+    bounds = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class FetchBytes(Histogram):
+    """Sizes of fetches: 64 KiB to 4 GiB."""
+
+    bounds = tuple(float(1 << power) for power in range(16, 34, 2))
+
+
+class AnswerSeconds(Histogram):
+    """Times until answers begin."""
+
+    bounds = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+@dataclass
+class FirstTokens:
+    """Time from a request's arrival at the engine to its first token, by the source of most of its
+    prompt: `prefix_cache`, `local_pool`, `remote` or `computed`, as in `Hits`."""
+
+    prefix_cache: AnswerSeconds = field(default_factory=AnswerSeconds)
+    local_pool: AnswerSeconds = field(default_factory=AnswerSeconds)
+    remote: AnswerSeconds = field(default_factory=AnswerSeconds)
+    computed: AnswerSeconds = field(default_factory=AnswerSeconds)
 
 
 @dataclass
@@ -80,20 +126,20 @@ class FetchStats:
     not bring all.
     """
 
-    seconds: dict[str, Histogram] = field(
-        default_factory=lambda: {outcome: Histogram.over(SECONDS_BOUNDS) for outcome in OUTCOMES}
+    seconds: dict[str, FetchSeconds] = field(
+        default_factory=lambda: {outcome: FetchSeconds() for outcome in OUTCOMES}
     )
-    bytes: Histogram = field(default_factory=lambda: Histogram.over(BYTES_BOUNDS))
+    bytes: FetchBytes = field(default_factory=FetchBytes)
     reasons: dict[str, int] = field(default_factory=dict)
 
     def ended(self, reason: str | None, seconds: float, size: int) -> None:
         """Count a fetch that brought `size` bytes; `reason` is why it did not bring all."""
         outcome = COMMITTED if reason is None else ROLLED_BACK
-        self.seconds[outcome].observe(seconds, SECONDS_BOUNDS)
+        self.seconds[outcome].observe(seconds)
         if reason is not None:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
         if size:
-            self.bytes.observe(size, BYTES_BOUNDS)
+            self.bytes.observe(size)
 
 
 @dataclass
@@ -238,7 +284,7 @@ class HookStats:
 @dataclass(kw_only=True)
 class Counters:
     """Counts that can be summed over replicas. `bytes_received` and `bytes_sent` count chunks from
-    and to peers, `fetches` those from peers."""
+    and to peers, `fetches` those from peers, `first_tokens` the times that people waited."""
 
     hits: Hits = field(
         default_factory=Hits,
@@ -246,6 +292,7 @@ class Counters:
             "prompt_tokens_total", "Prompt tokens by the source of their KV cache.", label="source"
         ),
     )
+    first_tokens: FirstTokens = field(default_factory=FirstTokens)
     requests: int = metric("requests_total", "Finished requests.")
     seconds_saved: float = metric(
         "saved_seconds",
@@ -402,12 +449,22 @@ class KnownLoad:
 
 
 @dataclass
+class FirstBytes:
+    """Time until the first byte of streamed answers, as it was `predicted` and as it was
+    (`actual`); `error` is the absolute difference."""
+
+    predicted: AnswerSeconds = field(default_factory=AnswerSeconds)
+    actual: AnswerSeconds = field(default_factory=AnswerSeconds)
+    error: AnswerSeconds = field(default_factory=AnswerSeconds)
+
+
+@dataclass
 class RoutingStats:
     """`mode` is "auto", "backlog" or "off"; empty before the first replica has reported its load.
 
     `loads` has the replicas whose load is known now, `choices` the requests that were sent, by
     reason, and `replicas` the same by xinference's name for the replica. A request that is `moved`
-    is sent again, and counts twice.
+    is sent again, and counts twice. `first_bytes` compares forecasts with what happened, by reason.
     """
 
     mode: str = ""
@@ -438,30 +495,19 @@ class RoutingStats:
     failures: int = metric(
         "routing_failures_total", "Times that the router could not ask the tracker what is new."
     )
-    forecasts: int = metric(
-        "routing_forecasts_total", "Streamed answers whose first byte had been predicted."
-    )
-    predicted_s: float = metric(
-        "routing_predicted_seconds_total", "Predicted time until the first byte of these answers."
-    )
-    actual_s: float = metric(
-        "routing_actual_seconds_total", "Time until the first byte of these answers."
-    )
-    error_s: float = metric(
-        "routing_prediction_error_seconds_total", "Absolute error of these predictions."
-    )
+    first_bytes: dict[str, FirstBytes] = field(default_factory=dict)
 
     def sent(self, reason: str, replica: str) -> None:
         """A request was sent to a replica."""
         self.choices[reason] = self.choices.get(reason, 0) + 1
         self.replicas[replica] = self.replicas.get(replica, 0) + 1
 
-    def answered(self, predicted: float, actual: float) -> None:
+    def answered(self, reason: str, predicted: float, actual: float) -> None:
         """The first byte of a streamed answer came after `actual` seconds."""
-        self.forecasts += 1
-        self.predicted_s += predicted
-        self.actual_s += actual
-        self.error_s += abs(predicted - actual)
+        seconds = self.first_bytes.setdefault(reason, FirstBytes())
+        seconds.predicted.observe(predicted)
+        seconds.actual.observe(actual)
+        seconds.error.observe(abs(predicted - actual))
 
 
 PREFIX_STATES = ("kept", "computing", "waiting", "failed")

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
 from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.asking import CHUNK, ROWS, question, tracker_exists
+from tests.e2e.asking import CHUNK, ROWS, TIMEOUT, question, tracker_exists
 from tests.e2e.conftest import can_fetch, wait_until
 from tests.e2e.one_launch.conftest import UID
 from tests.harness import asynchronous
@@ -107,6 +107,10 @@ def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -
     assert after[donor]["bytes_sent"] - before[donor]["bytes_sent"] == moved
     peers = after[consumer]["hits"]["remote"] - before[consumer]["hits"]["remote"]
     assert peers == whole * CHUNK
+    for replica, source in ((donor, "computed"), (consumer, "remote")):
+        earlier, now = (each[replica]["first_tokens"][source] for each in (before, after))
+        assert sum(now["counts"]) == sum(earlier["counts"]) + 1
+        assert 0 < now["sum"] - earlier["sum"] < TIMEOUT
 
     local_donor, local = ask(model, question(100))
     assert local_donor == donor

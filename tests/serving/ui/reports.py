@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from xinference_xavier.stats.report import read, report
-from xinference_xavier.stats.schema import RoutingStats
+from xinference_xavier.stats.schema import FirstTokens, RoutingStats
 
 ROW_BYTES = 2 << 20
 POOL = {
@@ -65,12 +65,11 @@ def routing(**more: Any) -> dict[str, Any]:
         "replicas": {"m-0": 30, "m-1": 10},
         "waited": 4,
         "waited_s": 3.0,
-        "forecasts": 20,
-        "predicted_s": 9.0,
-        "actual_s": 10.0,
-        "error_s": 1.0,
     }
-    return {"routing": asdict(read(RoutingStats, stats | more))}
+    counted = read(RoutingStats, stats | more)
+    for number in range(20):
+        counted.answered("local", predicted=0.04, actual=0.3 if number == 19 else 0.04)
+    return {"routing": asdict(counted)}
 
 
 def incarnation(number: int) -> str:
@@ -89,10 +88,12 @@ def model(
 
 
 def history(until: float, minutes: int = 55) -> dict[str, Any]:
-    """Samples every 10 s until `until` (seconds since 1970), of a load that comes and goes."""
+    """Samples every 10 s until `until` (seconds since 1970), of a load that comes and goes. The
+    pool of a replica is asked for nothing in the last half hour."""
     samples: list[dict[str, Any]] = []
     hits = dict.fromkeys(HITS, 0.0)
     received = committed = rolled_back = 0.0
+    first_tokens = FirstTokens()
     for step in range(minutes * 6):
         load = 1.2 + math.sin(step / 21) + 0.3 * math.sin(step / 3.1)
         warm = min(1.0, step / 120)
@@ -103,10 +104,16 @@ def history(until: float, minutes: int = 55) -> dict[str, Any]:
         received += 1400 * load * warm / 128 * ROW_BYTES
         committed += 0.9 * load * warm
         rolled_back += 0.4 if step % 97 < 3 else 0
+        first_tokens.prefix_cache.observe(0.03)
+        first_tokens.remote.observe(0.15 + 0.1 * load)
+        first_tokens.computed.observe(1.0 + 2 * load)
+        if step < minutes * 3:
+            first_tokens.local_pool.observe(0.08)
         samples.append(
             {
                 "time": until - 10 * (minutes * 6 - 1 - step),
                 "hits": {name: round(tokens) for name, tokens in hits.items()},
+                "first_tokens": asdict(first_tokens),
                 "bytes_received": round(received),
                 "fetches": {
                     "committed": round(committed),

@@ -26,7 +26,7 @@ from tests.serving.ui.reports import (
 )
 from tests.serving.ui.stage import TOKEN, Stage
 from xinference_xavier.stats.report import read
-from xinference_xavier.stats.schema import TrackerStats
+from xinference_xavier.stats.schema import FirstTokens, TrackerStats
 
 pytestmark = pytest.mark.long
 
@@ -128,7 +128,11 @@ def test_where_requests_go(page: Any, stage: Stage) -> None:
     facts = rows(browser, "routing-facts")
     assert facts[0] == "Waiting now, with all replicas at their limit 0"
     assert facts[1] == "Waited so far 4, for 750 ms on average"
-    assert facts[-1] == "Mean error of the forecast 50 ms, of 500 ms until the first byte"
+    assert facts[-1] == "Sent in turn 0"
+    assert rows(browser, "first-bytes") == [
+        "It holds as much of the prompt as any other 20 35 ms · 47 ms · 50 ms 36 ms · 48 ms · "
+        "440 ms 3 ms · 5 ms · 440 ms"
+    ]
 
 
 def test_replicas_that_are_full_and_replicas_that_are_gone(page: Any, stage: Stage) -> None:
@@ -193,6 +197,41 @@ def test_plots_of_the_last_hour_by_mouse_and_by_keyboard(page: Any, stage: Stage
     assert "Remote" in first
     plot.send_keys(Keys.ESCAPE)
     browser.wait(lambda: not browser.has("#plot-tokens .cursor"), "the cursor is gone")
+
+
+def test_how_long_people_wait_by_what_was_cached(page: Any, stage: Stage) -> None:
+    """A line for each source, with a gap where nobody asked."""
+    waits, until, samples = FirstTokens(), time.time(), []
+    for ago, computed, remote in ((120, 0, 0), (60, 10, 10), (0, 0, 10)):
+        for _ in range(computed):
+            waits.computed.observe(3.0)
+        for _ in range(remote):
+            waits.remote.observe(0.15)
+        samples.append({"time": until - ago, "first_tokens": asdict(waits)})
+    stage.history = {"interval_s": 10, "samples": samples}
+    stage.share(model(replica(0, first_tokens=asdict(waits)), replica(1)))
+    browser = page()
+    plot = browser.find("#plot-first-tokens")
+
+    def read_out(key: str, values: str) -> None:
+        plot.send_keys(key)
+        browser.wait(lambda: values in str(plot.get_attribute("aria-label")), values)
+
+    browser.run("arguments[0].focus()", plot)
+    # Within a bucket, as many people wait for each time.
+    read_out(Keys.HOME, "Prefix cache –, Local pool –, Remote 150 ms, Computed 3.5 s.")
+    read_out(Keys.ARROW_RIGHT, "Prefix cache –, Local pool –, Remote 150 ms, Computed –.")
+    drawn = {
+        line.get_attribute("stroke"): re.sub(r"[\d. ]+", "", str(line.get_attribute("d")))
+        for line in plot.find_elements(By.CSS_SELECTOR, "path.line")
+    }
+    assert drawn == {
+        "var(--prefix_cache)": "", "var(--local_pool)": "",
+        "var(--remote)": "MhL", "var(--computed)": "Mh",
+    }  # fmt: skip
+    dot = browser.run("return document.querySelector('.line[stroke*=computed]').getBBox().y")
+    line = browser.run("return document.querySelector('.line[stroke*=remote]').getBBox().y")
+    assert dot < line, "the longer wait is higher"
 
 
 def test_several_models(page: Any, stage: Stage) -> None:

@@ -21,7 +21,7 @@ from xinference_xavier._version import __version__
 from xinference_xavier.config import UPSTREAM_OPTIONS, default_backend
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import MAX_QUEUE, PARSERS, TRANSPORTS, Backend, Routing
-from xinference_xavier.stats.schema import CHOICES, HIT_SOURCES
+from xinference_xavier.stats.schema import CHOICES, HIT_SOURCES, AnswerSeconds
 
 _END = b"</body>"
 _CONDITIONS = (b"if-none-match", b"if-modified-since", b"range", b"if-range")
@@ -133,7 +133,12 @@ def add_pages(context: Any) -> None:
 def page() -> str:
     """The page as one document that loads nothing else."""
     scripts = _scripts(
-        "page", _PAGE_SCRIPTS, HIT_SOURCES=HIT_SOURCES, ROUTINGS=_ROUTINGS, CHOICES=CHOICES
+        "page",
+        _PAGE_SCRIPTS,
+        HIT_SOURCES=HIT_SOURCES,
+        ROUTINGS=_ROUTINGS,
+        CHOICES=CHOICES,
+        ANSWER_BOUNDS=AnswerSeconds.bounds,
     )
     document = _text("page/page.html").replace("/*version*/", __version__)
     return document.replace("/*style*/", _text("page/style.css")).replace("/*script*/", scripts)

@@ -40,6 +40,7 @@ function duration(seconds) {
 
 // A short time; forecasts are often of milliseconds.
 function brief(seconds) {
+  if (seconds === null) return "–";
   if (seconds > 0 && seconds < 0.9995) return `${Math.max(1, Math.round(1000 * seconds))} ${language.words.millisecond}`;
   return duration(seconds);
 }
@@ -125,9 +126,40 @@ function ratesOf(samples) {
   });
 }
 
-// Fetches are too rare for rates over 10 s.
-function perMinute(samples) {
+// Fetches and requests may be too rare for figures over 10 s.
+function everyMinute(samples) {
   const minutes = new Map(samples.map((sample) => [Math.floor(sample.time / 60), sample]));
-  return ratesOf([...minutes.values()]).map((rate) => ({ time: rate.time,
+  return [...new Set([...samples.slice(0, 1), ...minutes.values()])];
+}
+
+function perMinute(samples) {
+  return ratesOf(everyMinute(samples)).map((rate) => ({ time: rate.time,
     committed: 60 * rate.committed, rolled_back: 60 * rate.rolled_back }));
+}
+
+// The median time to first token in each minute by source, null where there was no request.
+function firstTokensOf(samples) {
+  const minutes = everyMinute(samples);
+  return minutes.slice(1).map((sample, index) => ({
+    time: sample.time,
+    ...Object.fromEntries(HIT_SOURCES.map((source) => {
+      const before = minutes[index].first_tokens?.[source].counts ?? [];
+      const counts = (sample.first_tokens?.[source].counts ?? [])
+        .map((all, bucket) => Math.max(0, all - (before[bucket] ?? 0)));
+      return [source, quantile(counts, 0.5)];
+    })),
+  }));
+}
+
+// The seconds that this share of all observations do not exceed, as `Histogram.quantile` computes
+// them; null without observations. `counts` are those of ANSWER_BOUNDS' buckets.
+function quantile(counts, share) {
+  const rank = share * sum(counts);
+  if (!(rank > 0)) return null;
+  let below = 0;
+  let bucket = 0;
+  for (; below + counts[bucket] < rank; bucket += 1) below += counts[bucket];
+  const lower = ANSWER_BOUNDS[bucket - 1] ?? 0;
+  const upper = ANSWER_BOUNDS[bucket] ?? lower;
+  return lower + (upper - lower) * (rank - below) / counts[bucket];
 }

@@ -5,7 +5,7 @@ const COMMAND = `xinference launch --model-name qwen2.5-instruct --model-engine 
 // Set by our script in xinference's launch dialog.
 const SWITCH_SEEN = "xavier.switch";
 const cursors = {};
-const widths = { graph: 640, plots: 400 };
+const widths = { graph: 640, plots: 400, firstTokens: 800 };
 let copied = false;
 
 function topView() {
@@ -140,6 +140,7 @@ function modelView(report) {
     h("div", { class: state.live ? null : "aged", style: "display: grid; gap: 1rem", id: "stats" },
       tilesView(report, links),
       sourcesView(report),
+      firstTokensView(state.samples, widths.firstTokens, cursors, show),
       h("div", { class: "columns" }, graphCard(report, links, widths.graph),
         h("div", { style: "display: grid; gap: 1rem; align-content: start; min-width: 0" },
           linksView(report, links), outcomesView(report))),
@@ -191,7 +192,7 @@ function measure() {
   let changed = false;
   for (const element of document.querySelectorAll("[data-measure]")) {
     const name = element.dataset.measure;
-    const room = name === "plots" ? element.querySelector("svg") : element;
+    const room = name === "graph" ? element : element.querySelector("svg");
     const width = Math.round(room?.clientWidth ?? 0);
     if (width > 0 && Math.abs(width - widths[name]) > 1) {
       widths[name] = width;

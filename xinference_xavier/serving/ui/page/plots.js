@@ -1,16 +1,21 @@
-// Stacked areas over the last hour, with a cursor for mouse, touch and arrow keys.
+// Figures over the last hour, with a cursor for mouse, touch and arrow keys.
 
 const HOUR = 3600;
 const TICK = 600; // seconds between labels of the time axis
 const PLOT_HEIGHT = 170;
 const MARGIN = { left: 64, right: 8, top: 8, bottom: 22 };
 
+// How series are drawn, and the height that the values of one time reach.
+const AREAS = { draw: areas, height: sum };
+const LINES = { draw: lines, height: (values) => Math.max(...values) };
+
 // `cursors` holds each plot's selected time by name; `changed()` requests a new drawing.
-function plotView({ name, title, series, format, nice, rates, until, width, cursors, changed }) {
+function plotView({ name, title, help, shape = AREAS, series, format, nice, rates, until, width,
+  cursors, changed }) {
   const text = language.words;
   const from = until - HOUR;
   const inside = rates.filter((rate) => rate.time >= from && rate.time <= until);
-  const all = inside.map((rate) => sum(series.map((key) => rate[key])));
+  const all = inside.map((rate) => shape.height(series.map((key) => rate[key])));
   const most = nice(Math.max(0, ...all));
   const across = Math.max(280, width);
   const right = across - MARGIN.right;
@@ -38,12 +43,13 @@ function plotView({ name, title, series, format, nice, rates, until, width, curs
   const shown = chosen ?? inside.at(-1);
   return h("figure", { class: "card plot", key: name },
     h("h2", null, title),
+    help && h("p", { class: "muted small" }, help),
     inside.length === 0 ? h("p", { class: "muted" }, text.noSamples) : [
       h("svg", { viewBox: `0 0 ${across} ${PLOT_HEIGHT}`, role: "img", tabindex: 0, id: `plot-${name}`,
         "aria-label": `${title}. ${valuesOf(shown, series, format)}. ${text.plotHelp}`,
         onkeydown: step, onpointermove: follow, onpointerdown: follow,
         onpointerleave: () => seek(undefined) },
-      areas(inside, series, x, y),
+      shape.draw(inside, series, x, y),
       axes(from, until, most, format, x, y, across),
       chosen && h("path", { class: "cursor", d: `M${x(chosen.time)} ${MARGIN.top}V${bottom}` })),
       h("figcaption", { class: "small" },
@@ -70,6 +76,18 @@ function areas(rates, series, x, y) {
     // Without a stroke, a single sample would be invisible.
     return h("path", { d: `M${upper.join("L")}L${lower.toReversed().join("L")}Z`, key,
       fill: `var(--${key})`, stroke: `var(--${key})`, "stroke-width": 1, "stroke-linejoin": "round" });
+  });
+}
+
+// A line breaks where a value is missing; one value between two breaks is a dot.
+function lines(rates, series, x, y) {
+  return series.map((key) => {
+    const pieces = rates.map((rate, index) => {
+      if (rate[key] === null) return "";
+      const place = `${x(rate.time).toFixed(1)} ${y(rate[key]).toFixed(1)}`;
+      return (rates[index - 1]?.[key] ?? null) === null ? `M${place}h0` : `L${place}`;
+    });
+    return h("path", { class: "line", d: pieces.join(""), key, stroke: `var(--${key})` });
   });
 }
 

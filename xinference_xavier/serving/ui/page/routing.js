@@ -16,7 +16,25 @@ function routingView(report) {
     h("div", { class: "columns" },
       routesView(routing),
       h("div", { style: "display: grid; gap: 1rem; align-content: start; min-width: 0" },
-        choicesView(routing), routingFacts(routing))));
+        choicesView(routing), routingFacts(routing))),
+    firstBytesView(routing));
+}
+
+// What was forecast beside what happened, of streamed answers.
+function firstBytesView({ first_bytes: firstBytes = {} }) {
+  const text = language.words;
+  const known = CHOICES.filter((reason) => firstBytes[reason] !== undefined);
+  const cells = ({ counts }) => cell([0.5, 0.9, 0.99].map((share) =>
+    brief(quantile(counts, share))).join(" · "));
+  return known.length > 0 && [h("h3", null, text.firstByte),
+    table("first-bytes", [[text.why], [text.requests, true], [text.forecast, true],
+      [text.happened, true], [text.forecastError, true]],
+    known.map((reason) => {
+      const { predicted, actual, error } = firstBytes[reason];
+      return h("tr", null, h("th", { scope: "row", class: "wrapped" }, text[`choice_${reason}`]),
+        cell(count(sum(actual.counts))), cells(predicted), cells(actual), cells(error));
+    })),
+    h("p", { class: "muted small" }, text.firstByteHelp)];
 }
 
 function routesView({ loads = {}, replicas = {} }) {
@@ -49,7 +67,7 @@ function choicesView({ choices = {} }) {
 
 function routingFacts(routing) {
   const text = language.words;
-  const { waiting = 0, waited = 0, refused = 0, moved = 0, unrouted = 0, forecasts = 0,
+  const { waiting = 0, waited = 0, refused = 0, moved = 0, unrouted = 0,
     failed_prefills: failedPrefills = 0 } = routing;
   const facts = [
     [text.waitingNow, count(waiting)],
@@ -58,8 +76,6 @@ function routingFacts(routing) {
     [text.moved, count(moved)],
     [text.failedPrefills, count(failedPrefills)],
     [text.unrouted, count(unrouted)],
-    [text.forecastError, forecasts === 0 ? "–"
-      : text.errorOf(brief(routing.error_s / forecasts), brief(routing.actual_s / forecasts))],
   ];
   return h("div", { class: "wide" }, h("table", { id: "routing-facts" }, h("tbody", null,
     facts.map(([name, value]) => h("tr", null,

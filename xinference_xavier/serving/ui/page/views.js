@@ -128,9 +128,21 @@ function outcomesView(report) {
     ]));
 }
 
+function untilOf(samples) {
+  return samples.at(-1)?.time ?? Date.now() / 1000;
+}
+
+function firstTokensView(samples, width, cursors, changed) {
+  const text = language.words;
+  return h("div", { "data-measure": "firstTokens" }, plotView({ name: "first-tokens",
+    title: text.firstTokens, help: text.firstTokensHelp, shape: LINES, series: HIT_SOURCES,
+    format: brief, nice: niceCeiling, rates: firstTokensOf(samples), until: untilOf(samples), width,
+    cursors, changed }));
+}
+
 function plotsView(samples, width, cursors, changed) {
   const text = language.words;
-  const until = samples.at(-1)?.time ?? Date.now() / 1000;
+  const until = untilOf(samples);
   const common = { rates: ratesOf(samples), nice: niceCeiling, until, width, cursors, changed };
   return h("section", { "aria-label": text.hour },
     h("h2", { class: "unseen" }, text.hour),

@@ -1,0 +1,131 @@
+"""Each wait for a first token counts once, by where most of the prompt came from, however vLLM
+schedules the request; and only if somebody waits."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.scheduling import CHUNK, Clock, Scheduling, chunks
+from tests.engine.vllm_scheduler import Engine, MakeEngine
+from xinference_xavier.engine.first_tokens import FirstTokenTimes
+from xinference_xavier.protocol.load import prefill_id
+from xinference_xavier.protocol.prefixes import request_id
+
+PROMPT = range(300, 300 + 130)
+MAX_STEP = 64  # tokens
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine, clock: Clock) -> Engine:
+    """The test's requests arrive at time 0."""
+    made = make_engine(max_num_batched_tokens=MAX_STEP, max_num_seqs=2)
+    made.own.manager.first_tokens = FirstTokenTimes(clock)
+    return made
+
+
+def waited(engine: Engine) -> dict[str, tuple[int, float]]:
+    """The number of waits and their sum, by source."""
+    by_source = engine.own.manager.stats()["first_tokens"]
+    found = {source: (sum(each["counts"]), each["sum"]) for source, each in by_source.items()}
+    return {source: each for source, each in found.items() if each[0]}
+
+
+def test_a_wait_ends_with_the_step_that_answers_the_first_token(
+    engine: Engine, clock: Clock
+) -> None:
+    engine.ask("r", PROMPT, tokens=5)
+    for _ in range(2):
+        engine.step()
+    assert waited(engine) == {}, "the prompt takes three steps"
+    clock.now = 3.0
+    engine.step()
+    assert waited(engine) == {"computed": (1, 3.0)}
+    clock.now = 9.0
+    engine.run()
+    assert waited(engine) == {"computed": (1, 3.0)}
+
+
+def test_an_answer_of_one_token_counts(engine: Engine, clock: Clock) -> None:
+    clock.now = 2.0
+    engine.ask("r", PROMPT, tokens=1)
+    engine.run()
+    assert waited(engine) == {"computed": (1, 2.0)}
+
+
+def test_prompts_from_the_pool_and_from_vllm_s_own_cache(engine: Engine, clock: Clock) -> None:
+    clock.now = 1.0
+    for name in ("computed", "vllm", "pool"):
+        if name == "pool":
+            engine.forget()
+        engine.ask(name, PROMPT, tokens=2)
+        engine.run()
+    assert waited(engine) == dict.fromkeys(("computed", "prefix_cache", "local_pool"), (1, 1.0))
+
+
+def test_a_prompt_counts_where_most_of_its_tokens_came_from(vllm: Scheduling) -> None:
+    request = vllm.ask(8, a=7)
+    vllm.fill(request.keys[:3])
+    assert vllm.attempt(request, own_prefix=1) is None
+    vllm.tier.end(vllm.tier.fetches[0])
+    vllm.schedule(request, vllm.scan(request, own_prefix=1) or 0, own_prefix=1)
+    assert vllm.manager.requests["r"].source == "remote", "four chunks of eight"
+    short = vllm.arrive("s", chunks("other", 8))
+    vllm.schedule(short, vllm.scan(short, own_prefix=3) or 0, own_prefix=3)
+    assert vllm.manager.requests["s"].source == "computed", f"five chunks of {CHUNK} tokens"
+
+
+def test_a_request_that_is_preempted_before_its_first_token_counts_once(
+    engine: Engine, clock: Clock
+) -> None:
+    engine.ask("r", PROMPT, tokens=5)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    clock.now = 4.0
+    engine.run()
+    assert waited(engine) == {"computed": (1, 4.0)}
+
+
+def test_a_request_that_is_preempted_after_its_first_token_does_not_count_again(
+    engine: Engine, clock: Clock
+) -> None:
+    engine.ask("r", PROMPT, tokens=50)
+    clock.now = 1.0
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    clock.now = 5.0
+    engine.run()
+    assert waited(engine) == {"computed": (1, 1.0)}
+
+
+def test_a_request_whose_client_goes_does_not_count(engine: Engine, clock: Clock) -> None:
+    engine.ask("gone", PROMPT, tokens=5)
+    engine.step()
+    clock.now = 1.0
+    engine.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+    engine.ask("next", range(900, 910), tokens=1)
+    engine.run()
+    assert waited(engine) == {"computed": (1, 1.0)}
+    assert not engine.own.manager.first_tokens._awaited
+
+
+@pytest.mark.parametrize("name", [prefill_id("r"), request_id("0123456789abcdef", 1)])
+def test_nobody_waits_for_the_tokens_of_prefills_and_of_named_prefixes(
+    engine: Engine, name: str
+) -> None:
+    engine.ask(f"{name}-0123abcd", PROMPT, tokens=1)
+    engine.run()
+    assert waited(engine) == {}
+
+
+def test_a_clock_that_was_set_back_makes_no_negative_wait(engine: Engine, clock: Clock) -> None:
+    clock.now = -9.0
+    engine.ask("r", PROMPT, tokens=1)
+    engine.run()
+    assert waited(engine) == {"computed": (1, 0.0)}
