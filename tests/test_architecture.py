@@ -1,5 +1,5 @@
 """docs/architecture.md has a map of all folders, and correct, short walks: a remote hit, a request
-to its replica, a divided request, a named prefix and a launch."""
+to its replica, a divided request, a named prefix, a launch and a removal."""
 
 from __future__ import annotations
 
@@ -37,11 +37,17 @@ def section(title: str) -> str:
 
 
 WALK = [Stop(*row) for row in ROW.findall(section("One remote hit"))]
-ROUTED, DIVIDED, NAMED, LAUNCH = (
+ROUTED, DIVIDED, NAMED, LAUNCH, REMOVAL = (
     [Stop(*row) for row in ROUTE.findall(section(title))]
-    for title in ("One request", "One divided request", "One named prefix", "One launch")
+    for title in (
+        "One request",
+        "One divided request",
+        "One named prefix",
+        "One launch",
+        "One removal",
+    )
 )
-OTHERS = [*ROUTED, *DIVIDED, *NAMED, *LAUNCH]
+OTHERS = [*ROUTED, *DIVIDED, *NAMED, *LAUNCH, *REMOVAL]
 
 
 def test_the_map_has_every_folder() -> None:

@@ -26,6 +26,7 @@ REFUSED = {
     "xavier_transport": ["my_company.fabric"],
     "xavier_pin_fraction": ["-0.1", "1.5", "half", "nan"],
     "xavier_warm_join": ["-1", "601", "soon", "nan"],
+    "xavier_drain": ["-1", "3601", "soon", "nan"],
     "xavier_audit": ["maybe"],
     "xavier_untested_vllm": ["perhaps"],
 }

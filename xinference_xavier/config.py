@@ -22,11 +22,13 @@ from pydantic_core import to_jsonable_python
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import (
+    DEFAULT_DRAIN,
     DEFAULT_FETCH_TIMEOUT,
     DEFAULT_PIN_FRACTION,
     DEFAULT_QUEUE,
     DEFAULT_WARM_JOIN,
     LEAST_FETCH_TOKENS,
+    MAX_DRAIN,
     MAX_WARM_JOIN,
     PARSERS,
     Backend,
@@ -89,6 +91,7 @@ class XavierConfig:
     queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
     pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
     warm_join: Annotated[float, pydantic.Field(ge=0, le=MAX_WARM_JOIN)] = DEFAULT_WARM_JOIN
+    drain: Annotated[float, pydantic.Field(ge=0, le=MAX_DRAIN)] = DEFAULT_DRAIN
     untested_vllm: bool = False
     from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None

@@ -67,6 +67,24 @@ class ReplicaRecovered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaDraining(Event):
+    """A replica is about to be removed. It has at most `seconds` for the requests that it has."""
+
+    replica: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaDrained(Event):
+    """A replica is removed now. Of its requests, `requests` have not ended. Peers have fetched
+    `chunks` that only it held."""
+
+    replica: str
+    requests: int
+    chunks: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class FetchRolledBack(Event):
     """Only `committed` of the `rows` wanted became hits."""
 

@@ -37,6 +37,8 @@ DEFAULT_QUEUE = 100
 DEFAULT_PIN_FRACTION = 0.5
 DEFAULT_WARM_JOIN = 10.0
 MAX_WARM_JOIN = 600.0  # seconds
+DEFAULT_DRAIN = 30.0
+MAX_DRAIN = 3600.0  # seconds
 MAX_QUEUE = 100_000  # requests
 MAX_REPLICAS = 1000
 MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
@@ -244,6 +246,9 @@ EXPERT = {
         0,
         MAX_WARM_JOIN,
         f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as {DEFAULT_WARM_JOIN:g}",
+    ),
+    "xavier_drain": _range(
+        0, MAX_DRAIN, f"use seconds from 0 (off) to {MAX_DRAIN:g}, such as {DEFAULT_DRAIN:g}"
     ),
     "xavier_audit": _SWITCH,
     "xavier_hooks": Option(

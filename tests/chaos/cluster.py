@@ -28,6 +28,8 @@ from tests.harness.remote import EndedError
 from tests.harness.replicas import MODEL
 
 FETCH_TIMEOUT = 1.0
+DRAIN = 10.0
+"""Seconds; beyond the lease of a replica that is lost meanwhile."""
 READY_TIME = 180.0
 """Seconds until a replica is up again; its transfer process imports torch and may pause."""
 POOLS = {"n0": 64, "n1": 96, "n2": 160, "n3": 240, "n4": 64}
@@ -95,6 +97,7 @@ class Cluster:
                 "worker_address": self.host.address,
                 "host": "127.0.0.1",
                 "fetch_timeout": FETCH_TIMEOUT,
+                "drain": DRAIN,
                 "transport": "tests.faults:OrderedGloo",
             },
         )

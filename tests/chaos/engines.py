@@ -26,9 +26,9 @@ from tests.chaos.engines_inside import install
 from tests.chaos.engines_kinds import FETCH_TIMEOUT, KINDS, RETURN_TIME, Scene
 from tests.chaos.engines_questions import all_questions, ask_for_reference
 from tests.chaos.engines_rest import come_to_rest, look_after_stop, look_after_terminate
-from tests.chaos.engines_traffic import CONVERSATIONS, Traffic
+from tests.chaos.engines_traffic import CONVERSATIONS, REQUEST_TIMEOUT, Traffic
 from tests.chaos.report import Report
-from tests.chaos.schedule import ADDED, HEAVY, REMOVED, STEADY, Step, of_engines
+from tests.chaos.schedule import ADDED, HEAVY, REMOVALS, STEADY, Step, of_engines
 from tests.faults import ORDERS
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,7 @@ _SHARING: dict[str, Any] = {
     "xavier_fetch_timeout": FETCH_TIMEOUT,
     "xavier_min_fetch_tokens": 256,  # slow fetches are faults here, and must not end fetching
     "xavier_transport": "tests.faults:OrderedGloo",
+    "xavier_drain": REQUEST_TIMEOUT,
 }
 _WARM_UP = 120.0
 _REST = 30.0
@@ -161,7 +162,7 @@ class _Run:
                 break
             self._report.begin(step)
             self._progress(step)
-            if step.kind in (*HEAVY, *STEADY, ADDED, REMOVED) and not self._wait_for_all():
+            if step.kind in (*HEAVY, *STEADY, ADDED, *REMOVALS) and not self._wait_for_all():
                 break
             if step.kind == ADDED:
                 self._adding = threading.Thread(target=self._carry_out, args=(step,))

@@ -29,7 +29,7 @@ from tests.chaos.engines_fleet import LEASE, Fleet, Replica
 from tests.chaos.engines_inside import with_image
 from tests.chaos.engines_questions import Question, generation
 from tests.chaos.engines_traffic import REQUEST_TIMEOUT, Traffic
-from tests.chaos.schedule import ADDED, REMOVED, Step
+from tests.chaos.schedule import ADDED, REMOVED, REMOVED_MEANWHILE, Step
 from tests.chaos.transport import EFFECTS, bring_about, suspend
 from tests.faults import Order, order, taken, withdraw
 from tests.harness.processes import frozen, kill, wait_gone
@@ -187,22 +187,35 @@ def _reset(connector: bool) -> Kind:
     return bring_about
 
 
-def _removed(scene: Scene, step: Step) -> bool:
-    """Remove a replica once it has answered its requests."""
-    replica = scene.choose(step)
-    replica.is_up = False
-    if not until(lambda: replica.in_flight == 0, TERMINATE_TIME):
-        raise TimeoutError(f"{replica.name} has not answered {replica.in_flight} requests")
-    number = next(
-        status["replica_id"]
-        for status in scene.cluster.replicas(scene.fleet.model_uid)
-        if status["replica_model_uid"] == replica.name
-    )
-    scene.fleet.forget(replica)
-    scene.wanted -= 1
-    scene.cluster.remove_replica(scene.fleet.model_uid, number)
-    wait_gone(replica.processes.all(), TERMINATE_TIME)
-    return until(lambda: not scene.is_member(replica.incarnation), LEASE_TIME)
+def _removed(meanwhile: Callable[[Scene], None]) -> Kind:
+    """Remove a replica that answers requests: xinference waits for them, whatever happens
+    `meanwhile`."""
+
+    def bring_about(scene: Scene, step: Step) -> bool:
+        replica, uid = scene.choose(step), scene.fleet.model_uid
+        number = next(
+            status["replica_id"]
+            for status in scene.cluster.replicas(uid)
+            if status["replica_model_uid"] == replica.name
+        )
+        replica.is_up = False
+        scene.wanted -= 1
+        with ThreadPoolExecutor(1) as pool:
+            removal = pool.submit(scene.cluster.remove_replica, uid, number)
+            drains = until(lambda: removal.done() or _drains(scene, replica), EFFECT_TIME)
+            meanwhile(scene)
+            removal.result()
+        answered = until(lambda: replica.in_flight == 0, EFFECT_TIME)
+        scene.fleet.forget(replica)
+        wait_gone(replica.processes.all(), TERMINATE_TIME)
+        left = until(lambda: not scene.is_member(replica.incarnation), LEASE_TIME)
+        return drains and answered and left
+
+    return bring_about
+
+
+def _drains(scene: Scene, replica: Replica) -> bool:
+    return bool(scene.fleet.members.get(replica.incarnation, {}).get("draining"))
 
 
 def _added(scene: Scene, step: Step) -> bool:
@@ -219,12 +232,15 @@ def _added(scene: Scene, step: Step) -> bool:
 def _tracker_destroyed(scene: Scene, step: Step) -> bool:
     """The replicas have it created again and fill it."""
     before = {replica.incarnation for replica in scene.fleet.up()}
+    _destroy_tracker(scene)
+    return _is_filled(scene, before)
 
+
+def _destroy_tracker(scene: Scene) -> None:
     async def destroy() -> None:
         await xoscar.destroy_actor(await scene.fleet.tracker())
 
     scene.await_(destroy(), EFFECT_TIME)
-    return _is_filled(scene, before)
 
 
 def _is_filled(scene: Scene, before: set[str]) -> bool:
@@ -415,7 +431,8 @@ KINDS: Mapping[str, Kind] = {
     "worker process killed": _killed(lambda replica: replica.processes.workers[0]),
     "vLLM's cache reset": _reset(connector=False),
     "all caches reset": _reset(connector=True),
-    REMOVED: _removed,
+    REMOVED: _removed(lambda scene: None),
+    REMOVED_MEANWHILE: _removed(_destroy_tracker),
     ADDED: _added,
     "tracker destroyed": _tracker_destroyed,
     "sharing switched off and on": _switched,

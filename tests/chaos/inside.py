@@ -20,11 +20,12 @@ from tests.chaos.worker import Worker
 from tests.chaos.workload import ROW_BYTES, row_content
 from tests.engine.scheduling import chunks
 from tests.harness.remote import PATIENCE
-from tests.harness.replicas import KEY_BYTES, StillEngine
+from tests.harness.replicas import CHUNK_TOKENS, KEY_BYTES, StillEngine
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.replica.canary import ProbeResult
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -36,13 +37,15 @@ CANARY = b"canary"
 
 class View(StillEngine):
     """What the replica asks of `scheduler`, which takes part in comparisons only through canaries
-    and reports no load."""
+    and says of its load only how long it may `drain`, in seconds."""
 
-    def __init__(self, scheduler: Scheduler, comparable: bool) -> None:
+    def __init__(self, scheduler: Scheduler, comparable: bool, drain: float) -> None:
         super().__init__()
         self._scheduler = scheduler
         self.comparable = comparable
         self.take_computed = self._take_computed
+        serving = Serving(CHUNK_TOKENS, ROW_BYTES, drain=drain)
+        self.load = lambda: Load(serving, 0, None, 0)
 
     def stats(self) -> dict[str, Any]:
         return self._scheduler.manager.stats()
@@ -83,7 +86,7 @@ class Inside:
         self._differing = 0  # peers that computed differently
         self.replica = Replica(
             config,
-            engine=View(self.scheduler, settings.mutation is not Mutation.CANARY),
+            engine=View(self.scheduler, settings.mutation is not Mutation.CANARY, config.drain),
             tier=tier,
             incarnation=settings.incarnation,
             namespace="namespace",

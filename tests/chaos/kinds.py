@@ -14,12 +14,13 @@ from contextlib import suppress
 import psutil
 
 from examples.processes import until
-from tests.chaos.cluster import FETCH_TIMEOUT, Cluster
+from tests.chaos.cluster import DRAIN, FETCH_TIMEOUT, Cluster
 from tests.chaos.schedule import Step
 from tests.chaos.tracker import LEASE
 from tests.chaos.transport import EFFECTS, OF_CONSUMER, bring_about, suspend
 from tests.faults import Order, order, withdraw
 from tests.harness.remote import EndedError
+from xinference_xavier.protocol.load import Drain
 
 EFFECT_TIME = 6.0
 """Seconds that a fault waits for an opportunity, and that we wait for its effect."""
@@ -84,6 +85,36 @@ def _killed(cluster: Cluster, step: Step) -> bool:
         cluster.share(step.target)
     cluster.nodes[step.target].call("pause", False)
     return until(lambda: not cluster.is_member(node.incarnation), 4 * LEASE, 0.1)
+
+
+def _drained(cluster: Cluster, step: Step) -> bool:
+    """Its peers get what only it holds. Then it stays, as after a removal that was cancelled."""
+    incarnation = cluster.nodes[step.target].incarnation
+    handed_over = _begins_to_drain(cluster, incarnation) and until(
+        lambda: (state := _drain(cluster, incarnation)).seconds > 0 and not state.handing_over,
+        DRAIN + EFFECT_TIME,
+    )
+    with suppress(EndedError):
+        cluster.tracker.call("undrain", incarnation)
+    return handed_over
+
+
+def _drain(cluster: Cluster, incarnation: str) -> Drain:
+    """As whoever removes a replica asks again and again."""
+    try:
+        state: Drain = cluster.tracker.call("drain", incarnation)
+    except EndedError:  # another lane is killing the tracker
+        return Drain(0.0)
+    return state
+
+
+def _begins_to_drain(cluster: Cluster, incarnation: str) -> bool:
+    return until(lambda: _drain(cluster, incarnation).seconds > 0, EFFECT_TIME)
+
+
+def _killed_while_it_drains(cluster: Cluster, step: Step) -> bool:
+    drains = _begins_to_drain(cluster, cluster.nodes[step.target].incarnation)
+    return _killed(cluster, step) and drains
 
 
 def _stopped(shortest: float, longest: float) -> Kind:
@@ -225,6 +256,16 @@ def _tracker_lost(same_address: bool) -> Kind:
     return bring_about
 
 
+def _tracker_lost_while_one_drains(cluster: Cluster, step: Step) -> bool:
+    """The new one learns of it as soon as somebody asks how far the replica is."""
+    drained = [*cluster.nodes.values()][int(step.strength * len(cluster.nodes))]
+    drains = _begins_to_drain(cluster, drained.incarnation)
+    found = _tracker_lost(same_address=True)(cluster, step)
+    drains_again = _begins_to_drain(cluster, drained.incarnation)
+    cluster.tracker.call("undrain", drained.incarnation)
+    return drains and found and drains_again
+
+
 def _switched(cluster: Cluster, step: Step) -> bool:
     def all_are(enabled: bool) -> bool:
         return all(node.figures()["enabled"] == enabled for node in cluster.nodes.values())
@@ -248,6 +289,8 @@ KINDS: Mapping[str, Kind] = {
     Order.CLOSED: _data_port_closed,
     "transfer process stopped": _transfer_process_stopped,
     "replica killed": _killed,
+    "replica drained": _drained,
+    "replica killed while it drains": _killed_while_it_drains,
     "replica stopped for a moment": _stopped(0.1, 0.7 * FETCH_TIMEOUT),
     "replica stopped beyond the deadline": _stopped(1.2 * FETCH_TIMEOUT, 0.6 * LEASE),
     "replica stopped beyond the lease": _stopped_beyond_the_lease,
@@ -269,6 +312,7 @@ KINDS: Mapping[str, Kind] = {
     "clock jumps back": _clock_jumps(-1),
     "tracker stopped beyond the lease": _tracker_stopped,
     "tracker killed": _tracker_lost(same_address=True),
+    "tracker killed while a replica drains": _tracker_lost_while_one_drains,
     "tracker moved": _tracker_lost(same_address=False),
     "sharing switched off and on": _switched,
     "other weights": _other_weights,

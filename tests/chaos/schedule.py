@@ -49,6 +49,8 @@ REPLICA_KINDS: Mapping[str, int] = {
     "data port closed": 12,
     "transfer process stopped": 12,
     "replica killed": 10,
+    "replica drained": 12,
+    "replica killed while it drains": 10,
     "replica stopped for a moment": 20,
     "replica stopped beyond the deadline": 12,
     "replica stopped beyond the lease": 8,
@@ -75,6 +77,7 @@ TRACKER_KINDS: Mapping[str, int] = {
     "tracker stopped beyond the lease": 10,
     "tracker killed": 10,
     "tracker moved": 10,
+    "tracker killed while a replica drains": 10,
     "sharing switched off and on": 12,
     "other weights": 10,
 }
@@ -113,6 +116,8 @@ def _chosen(kinds: Mapping[str, int], only: Sequence[str] | None) -> dict[str, i
 
 ADDED = "replica added"
 REMOVED = "replica removed"
+REMOVED_MEANWHILE = "tracker destroyed while a replica drains"
+REMOVALS = (REMOVED, REMOVED_MEANWHILE)
 HEAVY = (
     "engine killed",
     "model process killed",
@@ -156,7 +161,7 @@ def _for_engines(source: random.Random) -> Iterator[str]:
         for kind in source.sample([*HEAVY, *STEADY], len(HEAVY) + len(STEADY)):
             yield kind
             yield from _light(source)
-        yield REMOVED
+        yield source.choice(REMOVALS)
         yield ADDED
         yield from _light(source)
 

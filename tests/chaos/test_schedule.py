@@ -13,7 +13,7 @@ from tests.chaos.schedule import (
     ADDED,
     HEAVY,
     LIGHT,
-    REMOVED,
+    REMOVALS,
     REPLICA_KINDS,
     STEADY,
     TRACKER,
@@ -75,10 +75,10 @@ class TestForEngines:
 
     def test_every_kind_occurs_and_is_known(self) -> None:
         kinds = {step.kind for step in for_engines(MANY)}
-        assert kinds == {*LIGHT, *HEAVY, *STEADY, ADDED, REMOVED} == set(engines_kinds.KINDS)
+        assert kinds == {*LIGHT, *HEAVY, *STEADY, ADDED, *REMOVALS} == set(engines_kinds.KINDS)
 
     def test_no_more_than_three_replicas_are_wanted(self) -> None:
         wanted = 2
         for step in for_engines(MANY):
-            wanted += (step.kind == ADDED) - (step.kind == REMOVED)
+            wanted += (step.kind == ADDED) - (step.kind in REMOVALS)
             assert wanted in (2, 3)

@@ -70,6 +70,13 @@ def test_each_replica_has_a_line_and_the_last_line_sums_them() -> None:
     assert "m, sharing on" in text
 
 
+def test_a_replica_that_drains_has_its_requests_beside_it() -> None:
+    drains = replica("m-0", draining=True)
+    routed = {"mode": "auto", "loads": {"m-0": {"requests": 3}}}
+    assert "m-0 (draining, 3 requests left)" in shown(model_table(model(drains, routing=routed)))
+    assert "m-0 (draining, ? requests left)" in shown(model_table(model(drains)))
+
+
 def test_one_replica_has_no_sum() -> None:
     assert " all " not in shown(model_table(model(replica("m-0"))))
 

@@ -395,3 +395,39 @@ async def test_it_explains_who_would_prefill() -> None:
     assert found.keys() == {"m-1"}, "the other one answers nobody"
     assert found["m-1"].pop("fetch") > 1.0
     assert found["m-1"] == {"backlog": 0.0, "compute": 0.0, "prefill": "m-0"}
+
+
+async def test_a_replica_that_drains_ends_its_requests_and_gets_no_more() -> None:
+    cluster = Cluster("m-0", "m-1", queue=2)
+    text = document("long")
+    owner = await learn(cluster, text, 5000, "long")
+    other = "m-1" if owner == "m-0" else "m-0"
+    begun = await route(cluster, text)
+    cluster.tell(cluster.load(owner)._replace(draining=True))
+    for _ in range(3):
+        assert (await route(cluster, text)).replica == other
+    cluster.tell(cluster.load(owner)._replace(draining=True), cluster.load(other, 3600.0))
+    assert (await route(cluster, text, "session")).replica == other
+    assert not begun.lost.is_set()
+    assert cluster.router.explain(text).keys() == {other}
+    cluster.tell(cluster.load(owner))
+    assert (await route(cluster, text)).replica == owner
+
+
+async def test_waiting_requests_go_elsewhere_too() -> None:
+    cluster = Cluster("m-0", "m-1", queue=2, request_limit=1)
+    running = [await route(cluster) for _ in range(2)]
+    (task,) = await waiting(cluster)
+    drains, stays = (each.replica for each in running)
+    cluster.tell(cluster.load(drains, requests=1)._replace(draining=True))
+    cluster.router.end(running[0])
+    await asyncio.sleep(0)
+    assert not task.done()
+    cluster.router.end(running[1])
+    assert (await task).replica == stays
+
+
+async def test_where_all_drain_requests_go_in_turn() -> None:
+    cluster = Cluster("m-0")
+    cluster.tell(cluster.load("m-0")._replace(draining=True))
+    assert await cluster.router.route() is None

@@ -196,3 +196,14 @@ def test_a_replica_without_a_number_costs_the_index_nothing() -> None:
         update = Update(revision, "epoch", False, Settings(), 12, (), changes)
         assert [*mirror.apply_in_pieces(update)] == []
         assert loads.names[mirror.full_set(key).bit_length() - 1] == "a"
+
+
+def test_a_replica_that_drains_gets_nothing_until_it_stays(loads: Loads) -> None:
+    loads.report("a", report(10.0))
+    loads.close("a", 12.0)
+    loads.drain("a", True)
+    loads.report("a", report(13.0))
+    assert (backlog(loads, "a", 13.0), loads.works(13.0)) == (math.inf, False)
+    loads.drain("a", False)
+    assert (backlog(loads, "a", 13.0), loads.works(13.0)) == (0.0, True)
+    assert (backlog(loads, "a", 11.0), loads.works(11.0)) == (math.inf, False), "it is closed"

@@ -117,6 +117,7 @@ async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
         "incarnation": "a",
         "address": member.address,
         "serves": True,
+        "draining": False,
         "holdings": 2,
         "sequence": 1,
         "stats": {"requests": 2},

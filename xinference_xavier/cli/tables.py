@@ -57,6 +57,9 @@ def model_table(model: ModelStatus) -> RenderableType:
         table.add_column(name.replace("_", " "), justify="right")
     for replica in model.replicas:
         name = replica.replica + (" (no answer)" if replica.stale else "")
+        if replica.draining:
+            load = model.routing.loads.get(replica.replica)
+            name += f" (draining, {'?' if load is None else load.requests} requests left)"
         table.add_row(name, *_counters(replica), _pool(replica.pool), str(replica.holdings))
     if len(model.replicas) > 1:
         totals = model.totals

@@ -279,6 +279,7 @@ def serving_of(config: XavierConfig, layout: Layout, row_bytes: int) -> Serving:
         config.role,
         config.prefill_threshold,
         mark_key=secrets.token_hex(16),
+        drain=config.drain,
     )
 
 

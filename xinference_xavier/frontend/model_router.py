@@ -162,7 +162,7 @@ class ModelRouter:
         gone = self._replicas.keys() - known if good.complete else good.gone
         for incarnation in [*gone]:
             self._lost(incarnation)
-        for incarnation, replica, age, load in good.loads:
+        for incarnation, replica, age, load, draining in good.loads:
             if self._serving is None:
                 self._begin(load.serving)
             self._replicas[incarnation] = replica
@@ -170,6 +170,7 @@ class ModelRouter:
             limit = load.serving.request_limit
             report = self._report(load, now - age)
             self._router.report(incarnation, report, limit=math.inf if limit is None else limit)
+            self._router.loads.drain(incarnation, draining)
         for prompt in good.prompts:
             request = self._names.get(prompt.request)
             if request is not None:

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from xinference_xavier.options import Role, Routing
+from xinference_xavier.options import DEFAULT_DRAIN, Role, Routing
 from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, checked
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
 
@@ -46,6 +46,8 @@ class Serving(NamedTuple):
     """Tokens beyond which prefills are left to a prefill replica; None if that is predicted."""
     mark_key: Annotated[str, Field(max_length=64)] = ""
     """The key with which routers sign the mark in a request's id."""
+    drain: Seconds = DEFAULT_DRAIN
+    """How long the replica may drain before it is removed."""
 
 
 class Load(NamedTuple):
@@ -68,6 +70,19 @@ class Load(NamedTuple):
     """How long the engine's own prefix cache keeps what it holds."""
 
 
+class Drain(NamedTuple):
+    """How far a replica is that drains."""
+
+    seconds: Seconds = 0.0
+    """How long it may take; 0 if it does not drain."""
+    requests: Count = 0
+    """Still waiting or running."""
+    handing_over: bool = False
+    """Peers still fetch what only it holds."""
+    chunks: Count = 0
+    """What they have fetched of that."""
+
+
 class ScheduledPrompt(NamedTuple):
     """A request that was scheduled for the first time: the packed short keys of its first
     chunks."""
@@ -84,6 +99,8 @@ class ReplicaLoad(NamedTuple):
     age: Seconds
     """Since the tracker received it."""
     load: Load
+    draining: bool = False
+    """It ends the requests that it has, and gets no more."""
 
 
 class Observation(NamedTuple):
@@ -107,10 +124,15 @@ _PROMPTS = TypeAdapter(
     Annotated[tuple[ScheduledPrompt, ...], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 )
 _OBSERVATION = TypeAdapter(Observation)
+_DRAIN = TypeAdapter(Drain)
 
 
 def check_load(load: object) -> Load:
     return checked(_LOAD, "load", load)
+
+
+def check_drain(drain: object) -> Drain:
+    return checked(_DRAIN, "drain", drain)
 
 
 def check_prompts(prompts: object) -> tuple[ScheduledPrompt, ...]:

@@ -26,6 +26,7 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Pool, Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.load import Drain
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult
@@ -33,6 +34,7 @@ from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.engine import Engine
 from xinference_xavier.replica.event_reporter import EventReporter
 from xinference_xavier.replica.fetcher import FetchCounts, Fetcher
+from xinference_xavier.replica.hand_over import HandOver
 from xinference_xavier.replica.inspect import Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import KeptPrefixes
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -207,6 +209,8 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.hottest = replica.recent.hottest
         self.warm_join = replica.warm_join.wait
         self.keep = replica.kept.keep
+        self.drain = replica.drain
+        self.take_over = replica.hand_over.take
 
 
 class Replica:
@@ -308,6 +312,14 @@ class Replica:
             self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
         )
         self.recent = RecentPrompts(self._pool, engine.take_finished, self.kept.prompts)
+        self.hand_over = HandOver(
+            incarnation=incarnation,
+            key_bytes=key_bytes,
+            pool=self._pool,
+            mirror=self.mirror,
+            fetcher=self._fetcher,
+            recent=self.recent,
+        )
         self.explainer = Explainer(
             engine.chunker,
             incarnation=incarnation,
@@ -437,6 +449,13 @@ class Replica:
         self._client.publisher.enqueue(keys, held=False)
         self._client.publisher.flush()
         return len(keys)
+
+    def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
+        """How far the replica is, which hands over what only it holds to the peers that `stay`."""
+        load, hand_over = self._engine.load(), self.hand_over
+        hand_over.begin(stay, seconds)
+        requests = 0 if load is None else load.requests
+        return Drain(seconds, requests, hand_over.under_way, hand_over.chunks)
 
     def transfer_endpoint(self) -> Endpoint | None:
         return self._process.endpoint

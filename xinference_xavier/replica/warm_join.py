@@ -74,6 +74,31 @@ class RecentPrompts:
         Within a prompt, a chunk is never used more, or more recently, than the chunk before it. So
         the list has each chunk behind its predecessors, wherever it is cut.
         """
+        found, uses, named = self._hot()
+        del found[min(most, MAX_HOT) :]
+        return HotChunks(
+            pack(found), tuple(uses[key] for key in found), sum(key in named for key in found)
+        )
+
+    def prefixes(self, elsewhere: Callable[[bytes], object]) -> Iterable[list[bytes]]:
+        """The hot chunks that are not `elsewhere`, the hottest first, by the first such chunk of
+        their prompts: what prompts share is in one list with what follows it."""
+        found, _, _ = self._hot()
+        rare = {key: not elsewhere(key) for key in found}
+        firsts: dict[bytes, bytes] = {}
+        for prompt in (*self._prompts, *self._named()):
+            first = b""
+            for key in self._shared(prompt):
+                if rare.get(key):
+                    first = first or firsts.get(key, key)
+                    firsts.setdefault(key, first)
+        prefixes: dict[bytes, list[bytes]] = {}
+        for key in filter(firsts.__contains__, found):
+            prefixes.setdefault(firsts[key], []).append(key)
+        return prefixes.values()
+
+    def _hot(self) -> tuple[list[bytes], dict[bytes, int], set[bytes]]:
+        """The hottest chunks first, how many prompts had each, and which are named."""
         self.collect()
         uses: dict[bytes, int] = {}  # of the latest prompt first
         for prompt in reversed(self._prompts):
@@ -84,10 +109,7 @@ class RecentPrompts:
             uses.update((key, 0) for key in prompt if key in named and key not in uses)
         found = [key for key, count in uses.items() if key in named or count >= LEAST_USES]
         found.sort(key=lambda key: (key not in named, -uses[key]))
-        del found[min(most, MAX_HOT) :]
-        return HotChunks(
-            pack(found), tuple(uses[key] for key in found), sum(key in named for key in found)
-        )
+        return found, uses, named
 
     def _shared(self, prompt: Prompt) -> Iterator[bytes]:
         """The run of chunks of each group that peers may fetch. Where the model looks back only so
@@ -146,6 +168,42 @@ def chosen(answers: Mapping[str, Answer], most: int) -> dict[str, list[bytes]]:
     for key in sorted(uses, key=lambda key: (key not in named, -uses[key]))[:most]:
         found.setdefault(donors[key], []).append(key)
     return found
+
+
+async def copy_rows(
+    pool: Pool,
+    fetcher: Fetcher,
+    donor: str,
+    keys: list[bytes],
+    deadline: float,
+    patience: float = 0.0,
+) -> int:
+    """Fetch the chunks of `keys` that the pool lacks, in order, into free rows; returns how many
+    arrived. Ends when no row has been free for `patience` seconds."""
+    arrived: list[Row] = []
+    patient = time.monotonic() + patience
+    try:
+        while keys and time.monotonic() < deadline:
+            rows = pool.reserve(keys[:BATCH], redundant=None).rows
+            if not rows:
+                keys = [key for key in keys if not pool.holds(key)]
+                if time.monotonic() >= patient:
+                    break
+                await asyncio.sleep(_LOOK)
+                continue
+            for row in rows:
+                row.origin = row.replicated_from = donor
+            fetch = PeerFetch(donor, rows, deadline)
+            await fetcher.start(fetch)
+            arrived += fetch.committed
+            # A donor may grant less than it was asked for.
+            if fetch.state is not FetchState.COMMITTED or not fetch.committed:
+                break
+            keys = keys[keys.index(fetch.committed[-1].key) + 1 :]
+            patient = time.monotonic() + patience
+    finally:
+        pool.unpin(arrived)  # together, or the hottest would be the oldest
+    return len(arrived)
 
 
 class WarmJoin:
@@ -235,9 +293,12 @@ class WarmJoin:
             for peer, answer in zip(some, await asyncio.gather(*asking), strict=False)
             if answer is not None
         }
-        await asyncio.gather(
-            *(self._fetch(donor, keys, deadline) for donor, keys in chosen(answers, room).items())
+        # Where no row is free, somebody was faster, so requests come already.
+        copying = (
+            copy_rows(self._pool, self._fetcher, donor, keys, deadline)
+            for donor, keys in chosen(answers, room).items()
         )
+        self.stats.chunks += sum(await asyncio.gather(*copying))
 
     def _room(self) -> int:
         counts = self._pool.counts()
@@ -255,23 +316,3 @@ class WarmJoin:
             self.stats.failures += 1
             self._log.warn(peer, "no hot chunks: peer=%s error=%r", peer, error)
             return None
-
-    async def _fetch(self, donor: str, keys: list[bytes], deadline: float) -> None:
-        arrived: list[Row] = []
-        try:
-            while keys and time.monotonic() < deadline:
-                rows = self._pool.reserve(keys[:BATCH], redundant=None).rows
-                if not rows:
-                    return  # somebody was faster, so requests come already
-                for row in rows:
-                    row.origin = row.replicated_from = donor
-                fetch = PeerFetch(donor, rows, deadline)
-                await self._fetcher.start(fetch)
-                arrived += fetch.committed
-                self.stats.chunks += len(fetch.committed)
-                # A donor may grant less than it was asked for.
-                if fetch.state is not FetchState.COMMITTED or not fetch.committed:
-                    return
-                keys = keys[keys.index(fetch.committed[-1].key) + 1 :]
-        finally:
-            self._pool.unpin(arrived)  # together, or the hottest would be the oldest

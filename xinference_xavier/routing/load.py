@@ -110,6 +110,7 @@ class _Replica:
     rates: Rates | None = None
     limit: float = math.inf
     closed_until: float = 0.0
+    draining: bool = False
     running: int = 0  # of this router's requests
     others: int = 0  # requests of which this router does not know
     until: float = 0.0  # when all known work will be done
@@ -121,6 +122,11 @@ class _Replica:
     def requests(self) -> int:
         """Waiting and running requests of the replica."""
         return self.running + self.others
+
+    @property
+    def gets_nothing_until(self) -> float:
+        """It is closed until then, or draining."""
+        return math.inf if self.draining else self.closed_until
 
     def count(self, typical: Rates) -> None:
         """The work in the report, and what it does not contain. `typical` if it has no rates."""
@@ -243,6 +249,13 @@ class Loads:
             replica.closed_until = until
             self._show(replica)
 
+    def drain(self, name: str, draining: bool) -> None:
+        """The replica gets nothing as long as it is `draining`: it will be removed."""
+        replica = self._replicas[name]
+        if replica.draining != draining:
+            replica.draining = draining
+            self._show(replica)
+
     def fill(self, name: str) -> None:
         """The replica accepts nothing now: it has requests that it has not reported yet."""
         if (replica := self._replicas.get(name)) is not None:
@@ -250,10 +263,11 @@ class Loads:
             self._show(replica)
 
     def works(self, now: float) -> bool:
-        """Whether any replica reports and is not closed."""
-        oldest = now - self.lease
-        replicas = self._replicas.values()
-        return any(each.report.made > oldest and each.closed_until <= now for each in replicas)
+        """Whether any replica reports, and is neither closed nor draining."""
+        oldest, replicas = now - self.lease, self._replicas.values()
+        return any(
+            each.report.made > oldest and each.gets_nothing_until <= now for each in replicas
+        )
 
     def retention(self, name: str) -> float:
         """Seconds for which the replica's own prefix cache keeps what it holds."""
@@ -292,8 +306,8 @@ class Loads:
 
     def backlog(self, now: float) -> Floats:
         """Seconds until each replica will have computed what it has, by number. Infinite for one
-        that gets nothing: its lease has run out, it is closed, or it has as many requests as it
-        accepts."""
+        that gets nothing: its lease has run out, it is closed or draining, or it has as many
+        requests as it accepts."""
         self.renumber()
         expired, full = self._made <= now - self.lease, self.running >= self._limit
         closed = expired | full | (self._closed_until > now)
@@ -329,7 +343,7 @@ class Loads:
         self._until[number] = replica.until
         self._made[number] = replica.report.made
         self._limit[number] = replica.limit
-        self._closed_until[number] = replica.closed_until
+        self._closed_until[number] = replica.gets_nothing_until
         self.room[number] = replica.room
         self.running[number] = replica.requests
         self.prefills[number] = replica.report.role == "prefill"

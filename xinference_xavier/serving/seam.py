@@ -47,9 +47,11 @@ class Feature(StrEnum):
     SALTS = "the cache_salt that another extension supplies is not known"
     MARKS = "what cache_control marks is not kept"
     DRAINING = "open streams delay the end of an API process"
+    REMOVALS = "a replica is removed before its answers end"
+    ANSWERS = "a client that reads slowly loses the end of an answer when its replica is removed"
 
 
-NEWER = frozenset({Feature.SALTS, Feature.MARKS, Feature.DRAINING})
+NEWER = frozenset({Feature.SALTS, Feature.MARKS, Feature.DRAINING, Feature.ANSWERS})
 """Features that need xinference 4.1."""
 
 _SUPERVISOR = "xinference.core.supervisor:SupervisorActor"
@@ -153,6 +155,17 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
         _MODEL: ("prepare_anthropic_request",),
         "xinference.api.protocols.anthropic": (f"'{_MARKS}'",),
     },
+    Feature.REMOVALS: {
+        _SUPERVISOR: (
+            "terminate_model_replica(model_uid, replica_id)",
+            "_model_uid_to_replica_info",
+            "_replica_model_uid_to_worker",
+            "_xavier_cache_mapping",
+        ),
+        "xinference.core.supervisor:ReplicaInfo": ("active_replica_ids",),
+        _WORKER: ("get_model(model_uid)",),
+    },
+    Feature.ANSWERS: {_MODEL: ("generation_serve_count",)},
     Feature.DRAINING: {"xinference.deploy.api_worker:HostedServer": ("draining",)},
 }
 """Names of a module or class, or texts in its source. Either name of `a|b` will do, and a function
@@ -293,7 +306,16 @@ def replicas_of(model_uid: str, info: Any) -> Iterator[tuple[str, Any]]:
     """Name and worker of each replica; one of several workers comes several times."""
     for replica_id in info.active_replica_ids:
         for worker in info.replica_to_worker_refs[replica_id]:
-            yield f"{model_uid}-rep{replica_id}", worker
+            yield replica_name(model_uid, replica_id), worker
+
+
+def replica_name(model_uid: str, replica_id: int) -> str:
+    return f"{model_uid}-rep{replica_id}"
+
+
+def name_of(model: Any) -> str:
+    """The name of the replica that a reference to a model actor is of."""
+    return str(model.uid.decode())
 
 
 def worker_of(supervisor: Any, replica: str) -> Any:
@@ -455,6 +477,11 @@ def correlated(model: Any) -> Any:
 def anthropic_marks(config: Any) -> Any:
     """What `cache_control` marks in a request to Anthropic's route, as xinference has read it."""
     return config.get(_MARKS) if isinstance(config, dict) else None
+
+
+async def answering(model: Any) -> int:
+    """How many answers the model actor has not handed out completely. From 4.1 on."""
+    return int(await model.generation_serve_count())
 
 
 def is_full(error: Exception) -> bool:

@@ -394,7 +394,8 @@ class ReplicaStatus(ReplicaStats):
 
     `replica` is xinference's name for it, `incarnation` vLLM's engine id, `address` that of its
     actor. Replicas share within a `namespace`. `serves`: peers can fetch from it now. `stale`: it
-    did not answer, and its stats are those of its last heartbeat. `raw` is the server's answer.
+    did not answer, and its stats are those of its last heartbeat. `draining`: it gets no more
+    requests, and will be removed. `raw` is the server's answer.
     """
 
     incarnation: str
@@ -404,6 +405,7 @@ class ReplicaStatus(ReplicaStats):
     replica: str = ""
     holdings: int = metric("published_chunks", "Chunks that the replica offers to peers.")
     stale: bool = False
+    draining: bool = False
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -21,12 +21,15 @@ import xoscar as xo
 from xinference_xavier.events import (
     CacheFlushed,
     Event,
+    ReplicaDrained,
+    ReplicaDraining,
     RoutingChanged,
     SharingSwitched,
     event_dict,
     hooks_of,
 )
 from xinference_xavier.protocol.load import (
+    Drain,
     Load,
     Observation,
     ScheduledPrompt,
@@ -283,7 +286,10 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             "dropped": sum(each.index.dropped for _, each in self._namespaces.items()),
             "hooks": {"failed": self._hooks.failed, "dropped": self._hooks.dropped},
             "namespaces": await fanout.namespaces_status(
-                self._namespaces, self._membership.name_of, self._clock()
+                self._namespaces,
+                self._membership.name_of,
+                self._observers.loads.draining,
+                self._clock(),
             ),
         }
 
@@ -322,6 +328,38 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                 re.escape(replica) + r"(_dp\d+)?", self._membership.name_of(member.incarnation)
             )
         ]
+
+    async def drain(self, replica: str) -> Drain:
+        """Keep routers from a replica that is about to be removed, and have its peers fetch what
+        only it holds. Returns how far that is: call it again and again."""
+        members = await self.members_of(replica)
+        loads = self._observers.loads
+        seconds = max((loads.drain_s(each.incarnation) for each in members), default=0.0)
+        if not seconds:
+            return Drain()
+        begun = [each for each in members if self._observers.drain(each.incarnation, True)]
+        if begun:
+            event = ReplicaDraining(model_uid=self._model_uid, replica=replica, seconds=seconds)
+            self._notify(event)
+        everybody = (each.incarnation for each in self._namespaces.all_members())
+        stay = tuple(each for each in everybody if each not in loads.draining)
+        return await fanout.drain(members, stay, seconds)
+
+    async def drained(self, replica: str, requests: int, chunks: int) -> None:
+        """The replica is removed now. So many `requests` have not ended, and peers have so many
+        `chunks` that only it held."""
+        check_identifier("replica", replica)
+        check_count("requests", requests, 0)
+        check_count("chunks", chunks, 0)
+        event = ReplicaDrained(
+            model_uid=self._model_uid, replica=replica, requests=requests, chunks=chunks
+        )
+        self._notify(event)
+
+    async def undrain(self, replica: str) -> None:
+        """The replica was not removed, and gets requests again."""
+        for member in await self.members_of(replica):
+            self._observers.drain(member.incarnation, False)
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Where a prompt's chunks are and what a request would reuse; see `fanout.explain`."""

@@ -6,10 +6,11 @@ only its own answer.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from xinference_xavier.errors import ExplainError
+from xinference_xavier.protocol.load import Drain, check_drain
 from xinference_xavier.protocol.prefixes import Kept, check_kept
 from xinference_xavier.protocol.tracker import Member, check_explanation, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
@@ -23,6 +24,7 @@ FLUSH_DEADLINE = 5.0
 WEIGHTS_DEADLINE = 5.0
 SELF_CHECK_DEADLINE = 20.0
 KEEP_DEADLINE = 5.0
+DRAIN_DEADLINE = 1.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
 _CHECKS: dict[str, Callable[[object], object]] = {
@@ -30,7 +32,9 @@ _CHECKS: dict[str, Callable[[object], object]] = {
     "self_check": check_stats,
     "explain": check_explanation,
     "keep": check_kept,
+    "drain": check_drain,
 }
+_ASKED_OFTEN = {"stats", "drain"}
 
 
 async def flush_all(members: Sequence[Member]) -> dict[str, list[str]]:
@@ -85,6 +89,19 @@ async def keep_prefixes(
     }
 
 
+async def drain(members: Sequence[Member], stay: Sequence[str], seconds: float) -> Drain:
+    """Have the engines of a replica drain for at most `seconds`; how far they are, as far as they
+    answer. What only they hold goes to the peers that `stay`."""
+    asked = await _call_all(members, "drain", DRAIN_DEADLINE, stay, seconds)
+    answers = [each for each in asked.values() if isinstance(each, Drain)]
+    return Drain(
+        seconds,
+        sum(each.requests for each in answers),
+        any(each.handing_over for each in answers),
+        sum(each.chunks for each in answers),
+    )
+
+
 async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) -> dict[str, Any]:
     """Where a prompt's chunks are. Each group is a namespace; one member answers for all of it.
 
@@ -125,17 +142,19 @@ async def _explain(members: Sequence[Member], question: dict[str, Any]) -> dict[
 
 
 async def namespaces_status(
-    namespaces: Namespaces, name_of: Callable[[str], str], now: float
+    namespaces: Namespaces, name_of: Callable[[str], str], draining: Collection[str], now: float
 ) -> dict[str, dict[str, Any]]:
-    """JSON-able, by namespace. Stats with `stale` are those of the last heartbeat, from a replica
-    that did not answer in time."""
+    """JSON-able, by namespace. `draining` are incarnations. Stats with `stale` are those of the
+    last heartbeat, from a replica that did not answer in time."""
     current = dict(namespaces.items())
-    statuses = await asyncio.gather(*(_status(each, name_of, now) for each in current.values()))
+    statuses = await asyncio.gather(
+        *(_status(each, name_of, draining, now) for each in current.values())
+    )
     return dict(zip(current, statuses, strict=True))
 
 
 async def _status(
-    namespace: Namespace, name_of: Callable[[str], str], now: float
+    namespace: Namespace, name_of: Callable[[str], str], draining: Collection[str], now: float
 ) -> dict[str, Any]:
     index = namespace.index
     keys, revision = index.distinct_keys(), index.revision
@@ -143,6 +162,7 @@ async def _status(
         {
             **lease.member._asdict(),
             "replica": name_of(lease.member.incarnation),
+            "draining": lease.member.incarnation in draining,
             "holdings": len(lease.keys),
             "sequence": lease.sequence,
             "lease_left_s": round(lease.expires - now, 3),
@@ -178,8 +198,8 @@ async def _call(member: Member, method: str, deadline: float, *args: object) -> 
     except ExplainError:
         raise  # an answer as well
     except Exception as error:
-        # An open status page asks for stats every second.
-        level = logging.DEBUG if method == "stats" else logging.WARNING
+        # An open status page asks for stats every second, a removal four times.
+        level = logging.DEBUG if method in _ASKED_OFTEN else logging.WARNING
         text = "call to replica failed: method=%s incarnation=%s error=%r"
         logger.log(level, text, method, incarnation, error)
         raise

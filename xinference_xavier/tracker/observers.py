@@ -50,6 +50,8 @@ class Loads:
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
         self._prompts: deque[tuple[int, ScheduledPrompt]] = deque()
         self._prompt_bytes = 0
+        self.draining: set[str] = set()
+        """Incarnations."""
 
     def report(
         self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt], now: float
@@ -64,7 +66,19 @@ class Loads:
             _, oldest = self._prompts.popleft()
             self._prompt_bytes -= len(oldest.keys)
 
+    def switch_draining(self, incarnation: str) -> None:
+        self.draining ^= {incarnation}
+        if (reported := self._latest.pop(incarnation, None)) is not None:
+            self.version += 1
+            self._latest[incarnation] = reported._replace(version=self.version)
+
+    def drain_s(self, incarnation: str) -> float:
+        """How long it may drain; 0 before its first report."""
+        reported = self._latest.get(incarnation)
+        return 0.0 if reported is None else reported.load.serving.drain
+
     def forget(self, incarnation: str) -> None:
+        self.draining.discard(incarnation)
         if self._latest.pop(incarnation, None) is not None:
             self.version += 1
             self._gone.append((self.version, incarnation))
@@ -76,7 +90,13 @@ class Loads:
         seen = 0 if complete else seen
         reported = takewhile(lambda item: item[1].version > seen, reversed(self._latest.items()))
         loads = [
-            ReplicaLoad(incarnation, name_of(incarnation), max(0.0, now - each.at), each.load)
+            ReplicaLoad(
+                incarnation,
+                name_of(incarnation),
+                max(0.0, now - each.at),
+                each.load,
+                incarnation in self.draining,
+            )
             for incarnation, each in reported
         ]
         gone = [name for _, name in takewhile(lambda item: item[0] > seen, reversed(self._gone))]
@@ -109,7 +129,7 @@ class Observers:
         self._namespaces = namespaces
         self._name_of = name_of
         self._clock = clock
-        self._loads = Loads()
+        self.loads = Loads()
         self._batcher = WatcherBatcher()
         self._waiting = 0
         self._listened = -LISTENS_FOR
@@ -124,11 +144,20 @@ class Observers:
     def report(self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt]) -> None:
         # Nobody waits for prompts without a router. They may be long.
         heard = prompts if self.listening else ()
-        self._loads.report(incarnation, load, heard, self._clock())
+        self.loads.report(incarnation, load, heard, self._clock())
         self._changed()
 
+    def drain(self, incarnation: str, draining: bool) -> bool:
+        """Tell routers that the replica gets no more requests, or gets them again. False if they
+        know."""
+        if draining is (incarnation in self.loads.draining):
+            return False
+        self.loads.switch_draining(incarnation)
+        self._changed()
+        return True
+
     def forget(self, incarnation: str) -> None:
-        self._loads.forget(incarnation)
+        self.loads.forget(incarnation)
         self._changed()
 
     def _changed(self) -> None:
@@ -151,7 +180,7 @@ class Observers:
             self._listened = self._clock()
         found = self._namespaces.largest()
         update = None if found is None else found.index.changes_since(epoch, revision, _ROUTER)
-        return Observation(update, *self._loads.since(version, self._name_of, self._clock()))
+        return Observation(update, *self.loads.since(version, self._name_of, self._clock()))
 
     def _has_news(self, epoch: str, revision: int, version: int) -> bool:
         if self._ended:
@@ -160,7 +189,7 @@ class Observers:
             return False
         found = self._namespaces.largest()
         changed = found is not None and found.index.has_update(_ROUTER, epoch, revision)
-        return changed or self._loads.version != version
+        return changed or self.loads.version != version
 
     def end(self) -> None:
         """Release all that wait."""

@@ -21,6 +21,8 @@ from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, question, rout
 from tests.harness import processes
 
 ERROR = re.compile(r'"error": *["{]')
+TOKENS = 400
+"""More than are computed until the next requests arrive."""
 post, ask = partial(asking.post, UID), partial(asking.complete, UID)
 
 
@@ -113,6 +115,45 @@ def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
     switch_routing(model, "auto")
 
 
+def test_a_replica_that_is_removed_ends_its_answers(model: LocalCluster) -> None:
+    """Meanwhile requests go to the other replica, which gets what only this one holds."""
+    gone, stays = f"{UID}-rep1", f"{UID}-rep0"
+    text = next(text for text in documents(30) if route_of(ask(model, text))[0] == gone)
+    wait_until(lambda: route_of(ask(model, text)) == (gone, "local"), "it was used twice")
+    with ThreadPoolExecutor(8) as clients:
+        streams = [
+            clients.submit(ask, model, f"count to {n}", TOKENS, stream=True) for n in range(4)
+        ]
+        wait_until(lambda: loads(model) == {gone: 2, stays: 2}, "both replicas are at their limit")
+        removal = clients.submit(model.remove_replica, UID, 1)
+        wait_until(lambda: draining(model) == [gone], "it drains")
+        meanwhile = [clients.submit(ask, model, f"meanwhile {n}") for n in range(3)]
+        answers, others = all_of(streams), all_of(meanwhile)
+        removal.result(TIMEOUT)
+    assert {route_of(answer)[0] for answer in answers} == {gone, stays}
+    for answer in answers:
+        assert not ERROR.search(answer.text)
+        assert answer.text.count('"text":') >= TOKENS
+        assert answer.text.rstrip().endswith("[DONE]")
+    assert {route_of(answer)[0] for answer in others} == {stays}
+    members = model.members
+    wait_until(lambda: [each["replica"] for each in members(UID).values()] == [stays], "it left")
+    assert cached_tokens(ask(model, text)) > 2000
+    model.add_replica(UID)
+    wait_for_engine(lambda: can_fetch(model, UID, 2), "another one has joined")
+    wait_until(lambda: both_take_requests(model), "both replicas take requests")
+
+
+def loads(cluster: LocalCluster) -> dict[str, int]:
+    """Requests by replica."""
+    known = cluster.xavier(UID)["routing"]["loads"]
+    return {replica: each["requests"] for replica, each in known.items()}
+
+
+def draining(cluster: LocalCluster) -> list[str]:
+    return [each["replica"] for each in cluster.xavier(UID)["replicas"] if each["draining"]]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_request_fails_that_had_not_begun_to_answer(model: LocalCluster, stream: bool) -> None:
@@ -140,8 +181,7 @@ def backlog(cluster: LocalCluster, replica: str) -> float:
 
 def busy(cluster: LocalCluster) -> int:
     """The number of replicas with requests under way."""
-    loads = cluster.xavier(UID)["routing"]["loads"]
-    return sum(each["requests"] > 0 for each in loads.values())
+    return sum(requests > 0 for requests in loads(cluster).values())
 
 
 def both_take_requests(cluster: LocalCluster) -> bool:

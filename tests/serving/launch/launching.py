@@ -32,6 +32,10 @@ async def launched_at_once(supervisor: Any, model_uid: str) -> None:
     """Nothing more is to be done."""
 
 
+async def removed_at_once(replica: str) -> None:
+    """Nothing more is to be done."""
+
+
 class AskedTracker(BlockTracker):
     """Announces that it was asked for the members of a replica."""
 
@@ -66,6 +70,7 @@ def supervisor_class() -> Any:
             self._local = local
             self.calls: list[dict[str, Any]] = []
             self.start: Callable[[Any, str], Awaitable[None]] = launched_at_once
+            self.remove: Callable[[str], Awaitable[None]] = removed_at_once
 
         def is_local_deployment(self) -> bool:
             return self._local
@@ -106,6 +111,14 @@ def supervisor_class() -> Any:
 
         async def terminate_model(self, model_uid: str, suppress_exception: bool = False) -> None:
             self._model_uid_to_replica_info.pop(model_uid, None)
+
+        async def terminate_model_replica(
+            self, model_uid: str, replica_id: int, suppress_exception: bool = False
+        ) -> int:
+            await self.remove(f"{model_uid}-rep{replica_id}")
+            active: list[int] = self._model_uid_to_replica_info[model_uid].active_replica_ids
+            active.remove(replica_id)
+            return len(active)
 
     install.wrap_supervisor(Supervisor)
     return Supervisor

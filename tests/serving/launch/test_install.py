@@ -33,6 +33,8 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
 
         async def terminate_model(self, model_uid: str) -> None: ...
 
+        async def terminate_model_replica(self, model_uid: str, replica_id: int) -> None: ...
+
     before = Supervisor.launch_builtin_model
     install.wrap_supervisor(Supervisor)
     assert Supervisor.launch_builtin_model is not before

@@ -144,6 +144,19 @@ def test_replicas_that_are_full_and_replicas_that_are_gone(page: Any, stage: Sta
     assert "Waiting now, with all replicas at their limit 7" in rows(browser, "routing-facts")
 
 
+def test_a_replica_that_drains(page: Any, stage: Stage) -> None:
+    loads = {"m-0": {"backlog_s": 0.0, "requests": 3, "accepts": True}}
+    drains, stays = replica(0, draining=True), replica(1)
+    stage.share(model(drains, stays) | routing(loads=loads))
+    browser = page()
+    browser.wait_text("#replicas", "draining, 3 requests left: it will be removed")
+    happened = {"event": "ReplicaDrained", "replica": "m-0", "requests": 0, "chunks": 12}
+    stage.happen({**happened, "model_uid": "m", "time": 1.0})
+    browser.wait_text("#events", "m-0 is removed: 0 requests had not ended, and peers got 12")
+    stage.share(model(stays) | routing(loads={}))
+    browser.wait(lambda: "draining" not in browser.text("#replicas"), "it is removed")
+
+
 def test_events_as_they_happen(page: Any, stage: Stage) -> None:
     now = time.time()
     stage.events = [

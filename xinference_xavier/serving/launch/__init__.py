@@ -1,7 +1,16 @@
-"""Additions to xinference's launch, cancel and terminate."""
+"""Additions to xinference's launch, cancel, terminate and removal of a replica."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.serving import seam
+
 Method = Callable[..., Awaitable[Any]]
 """A method of xinference's supervisor or worker."""
+
+
+def own_trackers(supervisor: Any) -> dict[str, Any]:
+    """The trackers of the models that share. The built-in Xavier keeps its own there, too."""
+    found = seam.trackers(supervisor).items()
+    return {uid: tracker for uid, tracker in found if tracker.uid == tracker_uid(uid).encode()}

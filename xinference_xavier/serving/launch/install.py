@@ -7,6 +7,7 @@ from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.gateway import supervisor_process_info, worker_process_info
 from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch.drain import draining_removal
 from xinference_xavier.serving.launch.supervisor import (
     finding_replicas,
     notifying_terminate,
@@ -41,6 +42,7 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
     _wrap_once(supervisor, seam.launch_method(supervisor), sharing_launch, Feature.SHARING)
     _wrap_once(supervisor, "terminate_model", notifying_terminate, Feature.ROLLBACKS)
     _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel, Feature.CANCELS)
+    _wrap_once(supervisor, "terminate_model_replica", draining_removal, Feature.REMOVALS)
     _wrap_once(supervisor, "get_model", finding_replicas, Feature.FINDING)
     supervisor.xavier_tracker_address = xavier_tracker_address
     supervisor.xavier_models = xavier_models

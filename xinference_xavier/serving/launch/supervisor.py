@@ -44,7 +44,8 @@ from xinference_xavier.protocol.startup_errors import without_rank
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.aio import Rollback, spawn
 from xinference_xavier.serving import seam
-from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch import Method, own_trackers
+from xinference_xavier.serving.launch.drain import passes_over
 from xinference_xavier.tracker.actor import BlockTracker
 
 logger = logging.getLogger(__name__)
@@ -107,11 +108,10 @@ def thorough_cancel(original: Method) -> Method:
 
     @functools.wraps(original)
     async def cancel(supervisor: Any, model_uid: str) -> Any:
-        tracker = seam.trackers(supervisor).get(model_uid)
-        ours = tracker is not None and tracker.uid == tracker_uid(model_uid).encode()
+        tracker = own_trackers(supervisor).get(model_uid)
         info = seam.replica_infos(supervisor).get(model_uid)
         result = await original(supervisor, model_uid)
-        if ours and info is not None:
+        if tracker is not None and info is not None:
             endings = [
                 worker.terminate_model(model_uid=replica)
                 for replica, worker in seam.replicas_of(model_uid, info)
@@ -183,9 +183,7 @@ async def xavier_tracker_address(
 
 async def xavier_models(supervisor: Any) -> list[str]:
     """The uids of all models that share; becomes a SupervisorActor's method."""
-    trackers = seam.trackers(supervisor)
-    # The built-in Xavier keeps its trackers there, too.
-    return sorted(uid for uid, ref in trackers.items() if ref.uid == tracker_uid(uid).encode())
+    return sorted(own_trackers(supervisor))
 
 
 def sharing_launch(original: Method) -> Method:
@@ -331,12 +329,18 @@ async def xavier_replica(supervisor: Any, replica: str) -> Any:
 
 def finding_replicas(get_model: Method) -> Method:
     """Makes `get_model(replica, xavier_replica=True)` do what `xavier_replica` does. While
-    xinference 4.1 relaunches its supervisor, it lets only some methods of its own through."""
+    xinference 4.1 relaunches its supervisor, it lets only some methods of its own through.
+
+    Of the replicas that get requests in turn, those that drain are left out, if there are others.
+    """
 
     @functools.wraps(get_model)
     async def find(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
         if kwargs.pop("xavier_replica", False):
             return await xavier_replica(supervisor, model_uid)
-        return await get_model(supervisor, model_uid, *args, **kwargs)
+        model = await get_model(supervisor, model_uid, *args, **kwargs)
+        while passes_over(supervisor, model_uid, model):
+            model = await get_model(supervisor, model_uid, *args, **kwargs)
+        return model
 
     return find

@@ -93,6 +93,8 @@ function replicasView(report) {
             replica.vllm_untested && ` (${text.untested})`),
           replica.from_environment?.length > 0 && h("div", { class: "muted small" },
             text.fromEnvironment(replica.from_environment.map((name) => `xavier_${name}`).join(", "))),
+          replica.draining && h("div", { class: "muted small" }, 
+            text.draining(report.routing?.loads?.[replica.replica]?.requests)),
           replica.stale && h("div", { class: "muted small" }, text.stale)),
         cell(poolText(replica, pool), false),
         cell(count(replica.holdings ?? 0)), cell(count(replica.requests ?? 0)),

@@ -1,0 +1,134 @@
+"""Drains a replica before xinference removes it.
+
+Routers send it nothing more, its answers end, and its peers fetch what only it holds, within the
+`xavier_drain` of its launch. Whatever fails meanwhile costs the rest of that: the removal goes on.
+
+A model that is terminated as a whole is not drained. A reload needs nothing here: xinference allows
+it for a single replica only, and lets its answers end by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from contextlib import suppress
+from typing import Any
+
+from xinference_xavier.protocol.load import Drain
+from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.runtime.aio import Rollback, ask, within
+from xinference_xavier.serving import seam
+from xinference_xavier.serving.launch import Method, own_trackers
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT = 5.0  # seconds
+_LOOK = 0.25
+_LOOKS = 3
+"""So many looks in a row find it at rest: a request may have been on its way to it."""
+
+_draining: set[tuple[str, str]] = set()
+"""Replicas that are being removed through this process, by control address and name."""
+
+
+def passes_over(supervisor: Any, model_uid: str, model: Any) -> bool:
+    """Whether a request in turn does not go to `model`: its replica drains, and another does not.
+    Without tracker or router, requests go in turn."""
+    if not _draining:
+        return False
+    address = seam.control_address(supervisor)
+    info = seam.replica_infos(supervisor).get(model_uid)
+    active = () if info is None else info.active_replica_ids
+    stay = {seam.replica_name(model_uid, each) for each in active}
+    stay -= {replica for at, replica in _draining if at == address}
+    return bool(stay) and seam.name_of(model) not in stay
+
+
+class Removal:
+    def __init__(self, supervisor: Any, model_uid: str, replica: str) -> None:
+        self._supervisor = supervisor
+        self._tracker = seam.control_address(supervisor), tracker_uid(model_uid)
+        self._replica = replica
+        self._drain = Drain()
+
+    async def drain(self) -> None:
+        """Return when the replica is at rest or has had its time; at once without a tracker."""
+        try:
+            self._drain = await self._ask("drain")
+            if self._drain.seconds:
+                with suppress(TimeoutError):
+                    await within(self._drain.seconds, self._until_at_rest())
+                await self._ask("drained", self._drain.requests, self._drain.chunks)
+        except Exception as error:
+            text = "tracker does not answer while a replica is removed: replica=%s error=%r"
+            logger.warning(text, self._replica, error)
+        if self._drain.requests:
+            text = "replica is removed before its requests end: replica=%s requests=%d"
+            logger.warning(text, self._replica, self._drain.requests)
+
+    async def undo(self) -> None:
+        await self._ask("undrain")
+
+    async def _until_at_rest(self) -> None:
+        looks = 0
+        while looks < _LOOKS:
+            await asyncio.sleep(_LOOK)
+            looks = looks + 1 if await self._rests() else 0
+
+    async def _rests(self) -> bool:
+        try:
+            drain: Drain = await self._ask("drain")
+        except Exception as error:  # replicas fill a new tracker, but what runs is known without it
+            logger.debug("tracker does not answer: replica=%s error=%r", self._replica, error)
+            drain = Drain()
+        requests = max(drain.requests, await self._answering())
+        self._drain = drain._replace(requests=requests)
+        return not (requests or drain.handing_over)
+
+    async def _answering(self) -> int:
+        """The answers that xinference has not handed out completely; 0 if it does not say."""
+        if not seam.works(seam.Feature.ANSWERS):
+            return 0
+        try:
+            worker = seam.worker_of(self._supervisor, self._replica)
+            model = await within(_CALL_TIMEOUT, worker.get_model(model_uid=self._replica))
+            return await within(_CALL_TIMEOUT, seam.answering(model))
+        except Exception as error:
+            logger.debug("replica does not answer: replica=%s error=%r", self._replica, error)
+            return 0
+
+    async def _ask(self, method: str, *args: object) -> Any:
+        return await ask(_CALL_TIMEOUT, *self._tracker, method, self._replica, *args)
+
+
+def draining_removal(original: Method) -> Method:
+    """Wraps SupervisorActor.terminate_model_replica. A removal that fails or is cancelled leaves a
+    replica that gets requests again."""
+
+    @functools.wraps(original)
+    async def terminate(
+        supervisor: Any, model_uid: str, replica_id: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        address, replica = (
+            seam.control_address(supervisor),
+            seam.replica_name(model_uid, replica_id),
+        )
+        info = seam.replica_infos(supervisor).get(model_uid)
+        shares = model_uid in own_trackers(supervisor)
+        is_here = info is not None and replica_id in info.active_replica_ids
+        if not (shares and is_here):
+            return await original(supervisor, model_uid, replica_id, *args, **kwargs)
+        removal, mark = Removal(supervisor, model_uid, replica), (address, replica)
+        _draining.add(mark)
+        try:
+            async with Rollback() as scope:
+                scope.undo(removal.undo)
+                await removal.drain()
+                result = await original(supervisor, model_uid, replica_id, *args, **kwargs)
+                scope.commit()
+            return result
+        finally:
+            _draining.discard(mark)
+
+    return terminate
