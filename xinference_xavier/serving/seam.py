@@ -10,7 +10,7 @@ import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from importlib import import_module, metadata
 from pathlib import Path
@@ -307,6 +307,12 @@ def replicas_of(model_uid: str, info: Any) -> Iterator[tuple[str, Any]]:
     for replica_id in info.active_replica_ids:
         for worker in info.replica_to_worker_refs[replica_id]:
             yield replica_name(model_uid, replica_id), worker
+
+
+def active_replicas(supervisor: Any, model_uid: str) -> Collection[int]:
+    """The ids of a model's replicas that xinference gives requests to."""
+    info = replica_infos(supervisor).get(model_uid)
+    return () if info is None else tuple(info.active_replica_ids)
 
 
 def replica_name(model_uid: str, replica_id: int) -> str:

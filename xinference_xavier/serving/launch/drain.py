@@ -38,8 +38,7 @@ def passes_over(supervisor: Any, model_uid: str, model: Any) -> bool:
     if not _draining:
         return False
     address = seam.control_address(supervisor)
-    info = seam.replica_infos(supervisor).get(model_uid)
-    active = () if info is None else info.active_replica_ids
+    active = seam.active_replicas(supervisor, model_uid)
     stay = {seam.replica_name(model_uid, each) for each in active}
     stay -= {replica for at, replica in _draining if at == address}
     return bool(stay) and seam.name_of(model) not in stay
@@ -114,10 +113,8 @@ def draining_removal(original: Method) -> Method:
             seam.control_address(supervisor),
             seam.replica_name(model_uid, replica_id),
         )
-        info = seam.replica_infos(supervisor).get(model_uid)
-        shares = model_uid in own_trackers(supervisor)
-        is_here = info is not None and replica_id in info.active_replica_ids
-        if not (shares and is_here):
+        is_here = replica_id in seam.active_replicas(supervisor, model_uid)
+        if not is_here or model_uid not in own_trackers(supervisor):
             return await original(supervisor, model_uid, replica_id, *args, **kwargs)
         removal, mark = Removal(supervisor, model_uid, replica), (address, replica)
         _draining.add(mark)

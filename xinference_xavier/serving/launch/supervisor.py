@@ -339,8 +339,10 @@ def finding_replicas(get_model: Method) -> Method:
         if kwargs.pop("xavier_replica", False):
             return await xavier_replica(supervisor, model_uid)
         model = await get_model(supervisor, model_uid, *args, **kwargs)
-        while passes_over(supervisor, model_uid, model):
+        turns = len(seam.active_replicas(supervisor, model_uid))
+        while passes_over(supervisor, model_uid, model) and turns > 0:
             model = await get_model(supervisor, model_uid, *args, **kwargs)
+            turns -= 1
         return model
 
     return find
