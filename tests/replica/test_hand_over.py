@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -66,6 +67,13 @@ def tracker() -> Iterator[TrackerProcess]:
     process.kill()
 
 
+def started(
+    tracker: TrackerProcess, rows: int = 64, **transports: str
+) -> AbstractContextManager[list[ReplicaProcess]]:
+    """Replicas by name, which have nothing from a warm join."""
+    return replicas(tracker.address, transports, rows=rows, warm_join=0.0)
+
+
 def offer(donor: ReplicaProcess, peer: ReplicaProcess, keys: list[bytes], uses: int = 2) -> None:
     donor.store(keys)
     donor.use([keys] * uses)
@@ -88,8 +96,7 @@ def drain(tracker: TrackerProcess, replica: ReplicaProcess, seconds: float = DRA
 @pytest.mark.process
 class TestReplicas:
     def test_peers_have_what_only_it_held(self, tracker: TrackerProcess) -> None:
-        with replicas(tracker.address, dict.fromkeys(("donor", "one", "two"), "auto")) as started:
-            donor, *peers = started
+        with started(tracker, donor="auto", one="auto", two="auto") as (donor, *peers):
             prefixes = [fresh_keys(8), fresh_keys(8)]
             once, everywhere = fresh_keys(4), fresh_keys(4)
             for keys in prefixes:
@@ -107,8 +114,8 @@ class TestReplicas:
 
     def test_what_a_peer_holds_is_not_evicted_for_it(self, tracker: TrackerProcess) -> None:
         with (
-            replicas(tracker.address, {"donor": "auto"}) as (donor,),
-            replicas(tracker.address, {"small": "auto"}, rows=16) as (small,),
+            started(tracker, donor="auto") as (donor,),
+            started(tracker, 16, small="auto") as (small,),
         ):
             own = fresh_keys(10)
             small.store(own)
@@ -118,8 +125,7 @@ class TestReplicas:
             assert sorted(small.held()) == sorted([*own, *keys[:6]])
 
     def test_a_peer_that_hangs_keeps_no_other_from_it(self, tracker: TrackerProcess) -> None:
-        names = dict.fromkeys(("donor", "hangs", "peer"), "auto")
-        with replicas(tracker.address, names) as (donor, hangs, peer):
+        with started(tracker, donor="auto", hangs="auto", peer="auto") as (donor, hangs, peer):
             for keys in (prefixes := [fresh_keys(4), fresh_keys(4)]):
                 offer(donor, peer, keys)
             hangs.send_signal(signal.SIGSTOP)
@@ -131,8 +137,8 @@ class TestReplicas:
 
     def test_one_that_is_killed_meanwhile_is_not_waited_for(self, tracker: TrackerProcess) -> None:
         """Its rows get stuck on their way, and then it dies."""
-        transports = {"donor": "tests.faults:StallingGloo", "peer": "gloo"}
-        with replicas(tracker.address, transports) as (donor, peer):
+        stalling = "tests.faults:StallingGloo"
+        with started(tracker, donor=stalling, peer="gloo") as (donor, peer):
             keys = fresh_keys(10)
             offer(donor, peer, keys)
             begin(tracker, donor)

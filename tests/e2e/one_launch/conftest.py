@@ -37,6 +37,7 @@ def launch_by_command_line(cluster: LocalCluster) -> None:
         "tensor_parallel_size": "1",  # without a GPU, the command line would make it 0
         "request_limits": "2",
         "xavier_queue": "20",
+        "xavier_drain": "90",  # answers end in time however busy the machine is
         **{name: str(value) for name, value in ARGUMENTS.items()},
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
