@@ -190,7 +190,7 @@ async def test_loads_and_forecasts_of_the_replicas(model: Model) -> None:
         while not (forecast := (await model.explain())["routing"]):
             pass
     assert forecast == {
-        "a": {"backlog": pytest.approx(3600.0, abs=60.0), "fetch": 0.0, "compute": 0.5}
+        "a": {"backlog": pytest.approx(3600.0, abs=60.0), "fetch": 0.0, "compute": 1.5}
     }
 
 

@@ -40,6 +40,7 @@ from xinference_xavier.errors import (
     ReplicaNotServingError,
 )
 from xinference_xavier.events import Hooks, LaunchRolledBack, load_hook
+from xinference_xavier.options import MAX_REPLICAS
 from xinference_xavier.protocol.startup_errors import without_rank
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.aio import Rollback, spawn
@@ -339,10 +340,10 @@ def finding_replicas(get_model: Method) -> Method:
         if kwargs.pop("xavier_replica", False):
             return await xavier_replica(supervisor, model_uid)
         model = await get_model(supervisor, model_uid, *args, **kwargs)
-        turns = len(seam.active_replicas(supervisor, model_uid))
-        while passes_over(supervisor, model_uid, model) and turns > 0:
+        turns = 0
+        while turns < MAX_REPLICAS and passes_over(supervisor, model_uid, model):
             model = await get_model(supervisor, model_uid, *args, **kwargs)
-            turns -= 1
+            turns += 1  # perhaps no other one is ready
         return model
 
     return find
