@@ -116,6 +116,7 @@ def test_an_operator_switches_routing_off_and_on(model: LocalCluster) -> None:
     switch_routing(model, "auto")
 
 
+@pytest.mark.long
 def test_a_replica_that_is_removed_ends_its_answers(model: LocalCluster) -> None:
     """Meanwhile requests go to the other replica, which gets what only this one holds."""
     gone, stays = f"{UID}-rep1", f"{UID}-rep0"
