@@ -24,8 +24,8 @@ MODEL ?=
 ARGS ?=
 
 # Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
-# how many of its steps. Of `make bench`: parts of the report (default: all, about 20 minutes); with
-# QUICK=1 less of each, in about three minutes, which does not become part of the report.
+# how many of its steps. Of `make bench`: parts of the report (default: all, more than half an
+# hour); with QUICK=1 less of each, which does not become part of the report.
 PART ?=
 QUICK ?=
 SECONDS ?=

@@ -1,6 +1,6 @@
 """`python -m benchmarks [PART …]`: measure the named parts, or all, and write the report.
 
-`--quick` measures less of each part, in about three minutes, to see whether they work. It writes
+`--quick` measures less of each part, to see whether they work. It writes
 `build/bench-quick.json` and leaves the report alone.
 """
 

@@ -30,7 +30,7 @@ REFUSED = {
     "xavier_audit": ["maybe"],
     "xavier_untested_vllm": ["perhaps"],
 }
-"""For the other options: `test_options.py`."""
+"""Values that each of these options refuses; `test_options.py` has those of the others."""
 
 
 class Option(NamedTuple):

@@ -100,7 +100,7 @@ def _drained(cluster: Cluster, step: Step) -> bool:
 
 
 def _drain(cluster: Cluster, incarnation: str) -> Drain:
-    """As whoever removes a replica asks again and again."""
+    """Ask the tracker once, as the removal of a replica does again and again."""
     try:
         state: Drain = cluster.tracker.call("drain", incarnation)
     except EndedError:  # another lane is killing the tracker

@@ -117,8 +117,8 @@ class TestPrefillRate:
         assert rate.tokens_per_second == pytest.approx(2000.0, rel=0.02)
 
     def test_an_output_that_is_read_late_changes_little(self, rate: PrefillRate) -> None:
-        """Where the engine computes in the scheduling thread, one step seems to take twice as
-        long and the last one of a prompt next to nothing."""
+        """One step seems to take twice as long, and the last one of a prompt next to nothing, if
+        the engine computes in the scheduling thread."""
         for _ in range(10):
             for seconds in (2.0, 1.0, 1.0, 0.01):
                 rate.add(1000, seconds)

@@ -1,4 +1,4 @@
-"""By default a pool is as large as its engine's KV cache, within a share of the free memory."""
+"""A pool is by default as large as its engine's KV cache, within a share of the free memory."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def chosen(
         count = (requests or {}).get(name, 0)
         loads.report(name, Report(0.0, 0, seconds, count, rates, room))
     loads.renumber()
-    runs, fetchable = held_runs(held, {}, prompt.keys, len(loads.names))
+    runs, fetchable = held_runs(held, lambda _: 0, prompt.keys, len(loads.names))
     found = forecast(loads, prompt, runs, fetchable, SIZE, 0.0)
     return choose(loads, found, random.Random(seed), preferred)
 
@@ -147,7 +147,7 @@ def test_runs_are_those_of_a_count_one_by_one(
         key: sum(1 << number for number in range(20) if i in soon[number])
         for i, key in enumerate(KEYS)
     }
-    runs, fetchable = held_runs(index, expected, KEYS, count)
+    runs, fetchable = held_runs(index, lambda key: expected.get(key, 0), KEYS, count)
     assert runs.tolist() == [_run(held[number] | soon[number]) for number in range(count)]
     assert fetchable == max(map(_run, held))
 

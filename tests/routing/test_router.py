@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.routing.holdings import Held
 from xinference_xavier.mirror import PeerSets
-from xinference_xavier.routing import router as router_module
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.router import Expected, Queue, Router
@@ -74,6 +73,7 @@ def test_what_the_pool_has_evicted_may_still_be_on_the_card(
         cluster.router.report(name, Report(0.1, 0, 1.0, 0, RATES))
     chat = prompt("chat")
     cluster.send(chat, now=0.2)
+    cluster.router.loads.fill("a")  # a replica at its limit keeps it all the same
     cluster.router.scheduled("1", chat.keys, now=0.3)
     for name in "abcd":
         cluster.router.report(name, Report(30.0, 0, 0.0, 0, RATES))
@@ -197,13 +197,13 @@ def test_a_chunk_is_expected_as_long_as_any_request_promises_it(
     assert not expected._ends
 
 
-def test_no_more_chunks_are_expected_than_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "MAX_EXPECTED", 3)
-    expected = Expected()
-    expected.add(1, [b"a", b"b"], 9.0)
-    expected.add(2, [b"c"], 1.0)
-    expected.add(1, [b"d"], 5.0)
-    assert set(expected.sets) == {b"a", b"b", b"d"}
+def test_no_more_chunks_are_remembered_than_fit_into_memory() -> None:
+    expected = Expected(bound=4)
+    expected.add(1, [b"a", b"b"], 1.0)
+    expected.add(1, [b"a", b"c"], 2.0)
+    assert set(expected.sets) == {b"a", b"b", b"c"}
+    expected.add(1, [b"d"], 3.0)
+    assert set(expected.sets) == {b"a", b"c", b"d"}
 
 
 BOUND, PATIENCE = 3, 10.0

@@ -135,7 +135,7 @@ def test_every_observation_is_in_one_bucket(values: list[int]) -> None:
 
 
 def test_quantiles_are_linear_within_a_bucket() -> None:
-    """As PromQL computes them, so that page, table and Grafana agree."""
+    """PromQL computes them alike, so that page, table and Grafana agree."""
     histogram = tens([5] * 5 + [50] * 4 + [500])
     assert [histogram.quantile(share) for share in (0.25, 0.5, 0.7, 0.9, 0.99, 1.0)] == [
         5.0, 10.0, 55.0, 100.0, 100.0, 100.0,

@@ -1,9 +1,9 @@
 """Before a replica is removed, its peers fetch what only it holds and requests used lately.
 
-This is the mirror image of a warm join.
-The replica that leaves deals its chunks out, each prefix to one peer, since a peer can use no chunk
-without those before it. The peers fetch them as they fetch anything. They evict nothing for it: an
-engine at work keeps some rows free, and frees others when these are filled.
+This is the mirror image of a warm join. The replica that leaves deals its chunks out, each prefix
+to one peer, since a peer can use no chunk without those before it. The peers fetch them as they
+fetch anything. They evict nothing for it: an engine at work keeps some rows free, and frees others
+when these are filled.
 
 Threading: the replica's background loop.
 """
@@ -54,7 +54,7 @@ class HandOver:
         self._giving: asyncio.Future[None] | None = None
         self._asked = -_FORGOTTEN
         self.chunks = 0
-        """Those that peers have fetched."""
+        """How many chunks peers have fetched."""
 
     @property
     def under_way(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -193,7 +193,7 @@ class Choice:
 
 
 def held_runs(
-    holdings: Holdings, expected: Mapping[bytes, int], keys: Sequence[bytes], count: int
+    holdings: Holdings, expected: Callable[[bytes], int], keys: Sequence[bytes], count: int
 ) -> tuple[Counts, int]:
     """How many leading `keys` each replica with a number below `count` holds or is expected to
     hold; and how many one replica could send."""
@@ -205,7 +205,7 @@ def held_runs(
         if donors:
             donors &= holdings.usable_set(key)
             fetchable += donors != 0
-        shrunk = here & (holdings.full_set(key) | expected.get(key, 0))
+        shrunk = here & (holdings.full_set(key) | expected(key))
         if not shrunk and not donors:
             break
         if shrunk == here and distinct:

@@ -1,8 +1,8 @@
 """The router: what is known of the replicas, and what it has itself sent there.
 
-It also expects the chunks of the prompts that it sent (`Expected`). The index learns of a chunk
-only when it has been computed, and forgets it when the pool evicts it. But vLLM's own prefix cache,
-which is larger on many cards, may still hold it.
+It also expects the chunks of the prompts that it sent (`Expected`), because the index learns of a
+chunk only when it has been computed. And it knows for how long vLLM's own prefix cache keeps them:
+on many cards that is larger than the pool, of which alone the index knows.
 
 It remembers which request is at which replica (`InFlight`): if the replica is lost before the first
 byte of an answer, the request goes to another one, but only once, as a request that brings its
@@ -44,16 +44,21 @@ GRACE = 2.0
 _LATEST = 0.02  # weight of the latest choice in what is learned from all
 
 
-MAX_EXPECTED = 200_000
-"""Chunks; those that would be expected longest ago go first."""
+MAX_CACHED = 200_000
+"""Chunks remembered of vLLM's own prefix caches, each as often as a prompt had it."""
 
 
 class Expected:
-    def __init__(self) -> None:
+    """Chunks that replicas hold until some time. At most `bound` are remembered, each as often as
+    it was added; those that end first are forgotten first."""
+
+    def __init__(self, bound: float = math.inf) -> None:
         self.sets: dict[bytes, int] = {}
         """Replicas as bits, by key, as in the index."""
         self._until: dict[tuple[bytes, int], float] = {}
         self._ends: list[tuple[float, int, Sequence[bytes]]] = []  # a heap
+        self._bound = bound
+        self._size = 0  # of all keys in the heap
 
     def add(self, bit: int, keys: Sequence[bytes], until: float) -> None:
         """Expect `keys` at the replica with this bit up to `until`."""
@@ -62,12 +67,14 @@ class Expected:
             self._until[key, bit] = max(until, self._until.get((key, bit), until))
         if keys:
             heappush(self._ends, (until, bit, keys))
-        while len(self._until) > MAX_EXPECTED:
+            self._size += len(keys)
+        while self._size > self._bound:
             self.expire(self._ends[0][0])
 
     def expire(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
             _, bit, keys = heappop(self._ends)
+            self._size -= len(keys)
             self._remove(bit, (key for key in keys if self._until.get((key, bit), now) <= now))
 
     def _remove(self, bit: int, keys: Iterable[bytes]) -> None:
@@ -82,6 +89,7 @@ class Expected:
         self.sets.clear()
         self._until.clear()
         self._ends.clear()
+        self._size = 0
 
 
 @dataclass(slots=True)
@@ -203,6 +211,7 @@ class Router:
         self._size = size
         self._source = source
         self._expected = Expected()
+        self._cached = Expected(MAX_CACHED)
         self._threshold = threshold
         self._busy = 0.5  # share of the time in which a replica works
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
@@ -224,9 +233,14 @@ class Router:
     def forecast(self, prompt: Prompt, now: float) -> Forecast:
         self._renumber()
         self._expected.expire(now)
+        self._cached.expire(now)
         count = len(self.loads.names)
-        runs, fetchable = held_runs(self._holdings, self._expected.sets, prompt.keys, count)
+        runs, fetchable = held_runs(self._holdings, self._soon, prompt.keys, count)
         return forecast(self.loads, prompt, runs, fetchable, self._size, now)
+
+    def _soon(self, key: bytes) -> int:
+        """The replicas that hold the chunk although the index may not know, as bits."""
+        return self._expected.sets.get(key, 0) | self._cached.sets.get(key, 0)
 
     def sent(self, request: str, choice: Choice, now: float) -> None:
         """The request goes to the chosen replica, which will soon hold all of its chunks."""
@@ -250,24 +264,18 @@ class Router:
         replica = self.in_flight.at(request)
         number = self.loads.number(replica)
         if number is not None:
-            seconds = float(self.loads.backlog(now)[number])
-            self._expect(number, keys, seconds, now, self.loads.retention(replica))
+            self._expect(number, keys, float(self.loads.backlog(now)[number]), now)
+            if retention := self.loads.retention(replica):
+                self._cached.add(1 << number, keys, now + retention)
 
     def _renumber(self) -> None:
         if self.loads.renumber():
             self._expected.clear()
+            self._cached.clear()
 
-    def _expect(
-        self,
-        number: int,
-        keys: Sequence[bytes],
-        seconds: float,
-        now: float,
-        retention: float = 0.0,
-    ) -> None:
-        """Expect `keys` to be computed after `seconds`, and kept for `retention` more."""
+    def _expect(self, number: int, keys: Sequence[bytes], seconds: float, now: float) -> None:
         if seconds < math.inf:
-            self._expected.add(1 << number, keys, now + seconds + max(GRACE, retention))
+            self._expected.add(1 << number, keys, now + seconds + GRACE)
 
     def answered(self, request: str) -> None:
         """A byte of the answer has arrived."""

@@ -267,7 +267,7 @@ async def test_xinference_says_that_a_replica_is_unknown(cluster: Cluster) -> No
 
 
 async def test_requests_in_turn_pass_it_over_unless_there_is_no_other(cluster: Cluster) -> None:
-    """As long as there is no router, or no tracker, xinference chooses."""
+    """xinference chooses while there is no router, or no tracker."""
     turns = iter("0120120120")
 
     @finding_replicas
