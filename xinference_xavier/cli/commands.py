@@ -3,11 +3,9 @@
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +16,7 @@ from xinference_xavier.cli import tables
 from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
 from xinference_xavier.cli.launches import launches
 from xinference_xavier.cli.prefixes import prefix, question
+from xinference_xavier.cli.trial import trial
 from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
@@ -27,9 +26,9 @@ from xinference_xavier.stats.answers import EventRecord
 
 _EPILOG = """\b
 Exit codes:
-  0  success, and doctor found nothing that keeps replicas from sharing now
-  1  doctor found such a problem, demo or bench failed, or tracker cannot listen
-  2  wrong usage
+  0  success, doctor found nothing that keeps replicas from sharing now, and sharing helps (try)
+  1  doctor found such a problem, sharing does not help (try), or tracker cannot listen
+  2  wrong usage, or the model cannot be tried
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache, or it has no prefix of that name
 
@@ -62,6 +61,7 @@ def main() -> None:
 
 main.add_command(prefix)
 main.add_command(launches)
+main.add_command(trial)
 
 
 @main.command()
@@ -239,37 +239,6 @@ def doctor(client: XavierClient, as_json: bool) -> None:
     else:
         tables.console().print(tables.findings_list(findings, cluster), soft_wrap=True)
     sys.exit(1 if any(finding.grave for finding in findings) else 0)
-
-
-@main.command(context_settings={"ignore_unknown_options": True, **_CONTEXT})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def demo(arguments: tuple[str, ...]) -> None:
-    """Launch two replicas on this machine and measure a remote hit. Needs a clone of the project.
-
-    ARGUMENTS: --model FOLDER, and any of the model's launch arguments.
-    """
-    _in_a_clone("examples/demo.py", "examples.demo", arguments)
-
-
-@main.command()
-@click.argument("parts", nargs=-1, metavar="[PART]...")
-@click.option("--quick", is_flag=True, help="Measure briefly, to see whether it works.")
-def bench(parts: tuple[str, ...], quick: bool) -> None:
-    """Measure what sharing gains and costs on this machine. Needs a clone of the project.
-
-    Measures all PARTs, or the named ones, such as transport or hit, and writes
-    build/bench-report.json.
-    """
-    _in_a_clone("benchmarks/__main__.py", "benchmarks", (*parts, *(["--quick"] if quick else [])))
-
-
-def _in_a_clone(file: str, module: str, arguments: tuple[str, ...]) -> None:
-    """Run a program that only the project's repository has, and exit with its status."""
-    root = Path(__file__).parents[2]
-    if not (root / file).is_file():
-        raise click.UsageError(f"{file} is part of the project's repository: run it in a clone")
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=root)
-    sys.exit(1 if done.returncode else 0)
 
 
 @main.command(context_settings=_EITHER_DASH)

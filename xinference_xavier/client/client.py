@@ -37,6 +37,7 @@ from xinference_xavier.stats.schema import ModelStatus
 
 _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
+_ANSWER_TIMEOUT = 300.0
 _MAX_PORT = 65535
 _SILENCE = 60.0
 """Seconds without a message after which a stream is abandoned; it sends one every second."""
@@ -176,6 +177,14 @@ class XavierClient:
         path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
         return self._send("DELETE", path, lambda answer: None, headers=headers)
 
+    def complete(self, model_uid: str, prompt: str, *, max_tokens: int) -> dict[str, Any]:
+        """xinference's answer to a prompt: greedy, and always `max_tokens` long."""
+        body = {
+            **{"model": model_uid, "prompt": prompt, "max_tokens": max_tokens},
+            **{"temperature": 0, "ignore_eos": True},
+        }
+        return self._send("POST", "/v1/completions", dict[str, Any], body, _ANSWER_TIMEOUT)
+
     def cluster(self) -> dict[str, Any]:
         """What `doctor` examines."""
         return self._send("GET", "/v1/xavier_cluster", dict[str, Any], timeout=_LONG_TIMEOUT)
@@ -267,6 +276,7 @@ class AsyncXavierClient:
     prefix = _awaited(XavierClient.prefix)
     change_prefix = _awaited(XavierClient.change_prefix)
     remove_prefix = _awaited(XavierClient.remove_prefix)
+    complete = _awaited(XavierClient.complete)
     cluster = _awaited(XavierClient.cluster)
     saved_launches = _awaited(XavierClient.saved_launches)
     save_launch = _awaited(XavierClient.save_launch)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -370,3 +371,19 @@ def test_terminating_the_model_leaves_no_actor_of_ours(model: LocalCluster) -> N
     assert tracker_exists(model, UID)
     model.terminate(UID)
     assert not tracker_exists(model, UID)
+
+
+def test_an_operator_tries_whether_sharing_helps(model: LocalCluster) -> None:
+    """And finds routing and sharing as they were."""
+    with XavierClient(model.endpoint) as client, ExitStack() as at_end:
+        at_end.callback(client.set_routing, UID, "off")
+        client.set_routing(UID, "backlog")
+        tried = CliRunner().invoke(main, ["try", UID, "-e", model.endpoint, "--tokens", "3000"])
+        assert tried.exit_code == 0, tried.output
+        for said in ("sharing off", "from: remote", "answers are equal", "helps: "):
+            assert said in tried.output
+        too_short = CliRunner().invoke(main, ["try", UID, "-e", model.endpoint, "--tokens", "20"])
+        assert too_short.exit_code == 2
+        assert "no replica offers the prompt" in too_short.output
+        assert client.status(UID).enabled
+        assert client.status(UID).routing.mode == "backlog"

@@ -1,0 +1,77 @@
+"""What `try` concludes. `e2e/one_launch/test_sharing.py` tries a real model."""
+
+from __future__ import annotations
+
+import pytest
+
+from xinference_xavier.cli.trial import Answer, conclude
+
+
+class StandIn:
+    """A `Trial` of two replicas, of which the second one answers with `second`, then the first one
+    from its own cache. Computing takes two seconds."""
+
+    before = type("Status", (), {"replicas": (1, 2)})
+
+    def __init__(self, second: Answer) -> None:
+        self._answers = iter(
+            (_computed(2.1), _computed(2.0), second, _computed(0.2)._replace(source="prefix_cache"))
+        )
+        self._repeated = _computed(0.1)._replace(source="prefix_cache")
+        self.steps: list[object] = []
+
+    def share(self, enabled: bool) -> None:
+        self.steps.append(enabled)
+
+    def ask(self, prompt: str) -> Answer:
+        self.steps.append(prompt)
+        return next(self._answers, self._repeated)
+
+    def await_offered(self, prompt: str) -> None:
+        self.steps.append("offered")
+
+    def why_not_fetched(self) -> str:
+        return "the network is down"
+
+
+def _computed(seconds: float) -> Answer:
+    return Answer("text", seconds, 3000, "computed")
+
+
+def test_a_remote_hit_is_compared_with_the_faster_of_two_computed_answers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tested = StandIn(_computed(0.5)._replace(source="remote"))
+    assert conclude(tested, 3) == (True, "4.0 × as fast from another replica as computed")
+    printed = capsys.readouterr().out
+    for line in (
+        "computed, sharing off",
+        "from: remote",
+        "from: prefix cache",
+        "answers are equal",
+    ):
+        assert line in printed
+
+
+def test_the_first_prompt_is_asked_for_without_sharing_and_never_again() -> None:
+    tested = StandIn(_computed(0.5)._replace(source="remote"))
+    conclude(tested, 3)
+    off, alone, on, shared, offered, *rest = tested.steps
+    assert (off, on, offered) == (False, True, "offered")
+    assert len(str(alone).split()) == 3
+    assert alone != shared
+    assert {*rest} == {shared}
+
+
+def test_a_remote_hit_that_takes_as_long_as_computing_does_not_help() -> None:
+    tested = StandIn(_computed(2.0)._replace(source="remote"))
+    assert conclude(tested, 3) == (False, "1.0 × as fast from another replica as computed")
+
+
+def test_without_a_remote_hit_the_counters_say_why() -> None:
+    assert conclude(StandIn(_computed(2.0)), 3) == (False, "the network is down")
+
+
+def test_other_tokens_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    conclude(StandIn(Answer("other", 0.5, 3000, "remote")), 3)
+    assert "answers are not equal" in capsys.readouterr().out

@@ -1,0 +1,183 @@
+"""`xinference-xavier try`: does a running model answer a long prompt sooner because it shares?
+
+One prompt is computed while sharing is off. Another one is computed by the replica whose turn it
+is, then asked for until it has come from another replica and from the one that answers. Meanwhile
+requests go to the replicas in turn; then sharing and routing are as before. The replicas' counters
+show where the tokens came from.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import click
+
+from xinference_xavier.cli.endpoint import with_client
+from xinference_xavier.client import XavierClient
+from xinference_xavier.stats.schema import Hits, ModelStatus
+
+DOES_NOT_HELP, NOT_TRIED = 1, 2
+"""Exit codes."""
+_WORTHWHILE = 1.1
+"""Times as fast as computing."""
+_ANSWER_TOKENS = 8
+_PATIENCE = 10.0
+"""Seconds for replicas to count a request, or to offer what they have computed."""
+_POLL = 0.1
+_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "life", "world", "hand", "part")
+
+
+class CannotTryError(Exception):
+    """The message says why, and what to do."""
+
+
+class Answer(NamedTuple):
+    """The answer to a prompt, the seconds until it was complete, and the source of most of the
+    prompt's tokens, as in `Hits`."""
+
+    text: str
+    seconds: float
+    prompt_tokens: int
+    source: str
+
+
+def words(count: int) -> str:
+    """A prompt that nobody has asked for. Almost every word is a token."""
+    return " ".join(random.SystemRandom().choices(_WORDS, k=count))
+
+
+class Trial:
+    """Raises CannotTryError if fewer than two replicas of the model can share."""
+
+    def __init__(self, client: XavierClient, model: str) -> None:
+        self._client = client
+        self._model = model
+        self.before = self._status()
+        cannot = {each.replica: each.not_sharing for each in self.before.replicas}
+        able = [replica for replica, reason in cannot.items() if reason is None]
+        if len(able) < 2:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)
+            raise CannotTryError(
+                f"a trial needs two replicas that can share, and {model} has {len(able)}"
+                f"{reasons and f' ({reasons})'}; launch more, or see `xinference-xavier doctor`"
+            )
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Send requests to the replicas in turn, and leave routing and sharing as they were."""
+        self._client.set_routing(self._model, "off")
+        try:
+            yield
+        finally:
+            self._client.switch(self._model, self.before.enabled)
+            self._client.set_routing(self._model, self.before.routing.mode or "auto")
+
+    def share(self, enabled: bool) -> None:
+        self._client.switch(self._model, enabled)
+
+    def ask(self, prompt: str) -> Answer:
+        before = self._status().totals.hits
+        began = time.monotonic()
+        answer = self._client.complete(self._model, prompt, max_tokens=_ANSWER_TOKENS)
+        seconds = time.monotonic() - began
+        tokens = answer["usage"]["prompt_tokens"]
+
+        def new() -> Hits:
+            now = self._status().totals.hits
+            return Hits(**{name: count - vars(before)[name] for name, count in vars(now).items()})
+
+        self._await(lambda: new().total >= tokens, "the replicas have not counted a request")
+        return Answer(answer["choices"][0]["text"], seconds, tokens, new().main)
+
+    def await_offered(self, prompt: str) -> None:
+        """Wait until a replica could fetch the prompt."""
+
+        def is_offered() -> bool:
+            reuse = self._client.explain(self._model, prompt).reuse.values()
+            return any(each.remote for each in reuse)
+
+        self._await(is_offered, "no replica offers the prompt that it has computed")
+
+    def why_not_fetched(self) -> str:
+        """What replicas have counted since the trial began."""
+        now = self._status()
+        if _chosen_to_compute(now) > _chosen_to_compute(self.before):
+            return "computing is faster here: so the replicas' measurements predict"
+        earlier = self.before.totals.fetches.rolled_back
+        new = {
+            reason: count
+            for reason, count in now.totals.fetches.rolled_back.items()
+            if count > earlier.get(reason, 0)
+        }
+        return f"fetches were rolled back: {', '.join(new)}" if new else "no replica has fetched it"
+
+    def _status(self) -> ModelStatus:
+        return self._client.status(self._model)
+
+    def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not condition():
+            if time.monotonic() > deadline:
+                raise CannotTryError(f"{otherwise}, {_PATIENCE:.0f} s after its answer")
+            time.sleep(_POLL)
+
+
+def _chosen_to_compute(status: ModelStatus) -> int:
+    return sum(replica.fetch_decisions.computed for replica in status.replicas)
+
+
+@click.command(name="try")
+@click.argument("model")
+@click.option(
+    "--tokens", default=4000, show_default=True, help="Length of the two prompts, about as long."
+)
+@with_client
+def trial(client: XavierClient, model: str, tokens: int) -> None:
+    """Find out whether sharing helps MODEL on this hardware: ask it two long prompts.
+
+    For these seconds, routing is off for all requests, and sharing for one of the prompts. Exits
+    with 0 if it helps, 1 if it does not, 2 if that could not be tried.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # put all back first
+    try:
+        tested = Trial(client, model)
+        with tested.in_turn():
+            conclusion = conclude(tested, tokens)
+    except CannotTryError as error:
+        click.echo(f"not tried: {error}", err=True)
+        sys.exit(NOT_TRIED)
+    helps, why = conclusion
+    click.echo(f"{'helps' if helps else 'does not help'}: {why}")
+    sys.exit(0 if helps else DOES_NOT_HELP)
+
+
+def conclude(tested: Trial, tokens: int) -> tuple[bool, str]:
+    """Whether sharing helps, and by how much or why not. Prints each measurement."""
+
+    def say(what: str, answer: Answer) -> Answer:
+        click.echo(f"{what:30} {answer.seconds:8.3f} s  {answer.prompt_tokens} tokens")
+        return answer
+
+    tested.share(False)
+    alone = say("computed, sharing off", tested.ask(words(tokens)))
+    tested.share(True)
+    shared = words(tokens)
+    computed = say("computed", tested.ask(shared))
+    tested.await_offered(shared)
+    found: dict[str, Answer] = {}
+    for _ in range(len(tested.before.replicas) + 1):
+        answer = tested.ask(shared)
+        if answer.source not in found:
+            found[answer.source] = say(f"from: {answer.source.replace('_', ' ')}", answer)
+    if (remote := found.get("remote")) is None:
+        return False, tested.why_not_fetched()
+    same = {computed.text} == {answer.text for answer in found.values()}
+    click.echo(f"answers are {'equal' if same else 'not equal'}")
+    times = min(alone.seconds, computed.seconds) / remote.seconds
+    return times >= _WORTHWHILE, f"{times:.1f} × as fast from another replica as computed"
