@@ -14,8 +14,13 @@ BIN := $(VENV)/bin
 # One interpreter for all: 3.11 is the one that the pinned list was tried with.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13, \
 	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
-DEBIAN := $(shell grep -v '^\#' requirements/debian.txt)
-INSTALL := requirements/install.sh $(BIN)/python
+# A browser with what drives it, letters for its screenshots, networks, and what scrapes metrics.
+DEBIAN := chromium chromium-driver fonts-dejavu-core fonts-wqy-microhei iproute2 prometheus
+# First, alone and with its dependencies, from whatever index the machine uses; then what uv.lock has,
+# from where pip would take it: uv does not read pip's configuration.
+TORCH := torch==2.13.0 $(if $(filter cuda,$(DEVICE)),torchvision==0.28.0 torchaudio==2.11.0 torchcodec==0.17.0 timm==1.0.31)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+LOCKED = $(BIN)/uv export --quiet --frozen --no-emit-project --no-annotate --no-header $(1)
 # How long a command took, below what was said of it.
 TIMED := TIMEFORMAT="      %0lR"; time
 
@@ -43,7 +48,7 @@ NUMBERS ?=
 COVERAGE ?=
 PYTEST = $(BIN)/python -m pytest --durations=25 --durations-min=1
 
-.PHONY: help system native venv lint types test unit test-e2e test-replicas test-engines coverage mutations test-long test-gpu test-matrix chaos bench demo docs links clean
+.PHONY: help system native venv lint types test unit test-e2e test-replicas test-engines coverage mutations dist test-long test-gpu test-matrix chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
@@ -59,6 +64,7 @@ help:
 	@echo "make bench   what sharing gains and costs, beside what this machine can do (PART='hit …' QUICK=1)"
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make links   whether what the documentation links to elsewhere is there: asks for each, needs a network"
+	@echo "make dist    wheel and sdist in dist/, checked, and tried in clean environments"
 	@echo "make lint    ruff, and who imports whom"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
@@ -87,23 +93,22 @@ NATIVE = $(if $(filter cpu,$(DEVICE)),$(shell \
 native:
 	@$(if $(strip $(NATIVE)),$(MAKE) --no-print-directory system DEBIAN="$(NATIVE)",true)
 
-$(VENV)/.complete: pyproject.toml requirements/torch.txt requirements/$(DEVICE).txt requirements/dev.txt | native
+$(VENV)/.complete: pyproject.toml uv.lock | native
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install it or say make PYTHON=<path>"; exit 1; }
 	@echo "[1/5] $(VENV) from $$($(PYTHON) --version) ($(PYTHON))"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/5] $$(grep -v '^#' requirements/torch.txt) and its dependencies"
-	@$(TIMED) $(INSTALL) -r requirements/torch.txt
-	@echo "[3/5] xinference, vLLM and all they need: $$(grep -vc '^#' requirements/$(DEVICE).txt) pinned packages," \
-		"some $(if $(filter cuda,$(DEVICE)),9,2) GB, and tools for development"
-	@$(TIMED) $(INSTALL) --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
+	@echo "[2/5] $(TORCH) and its dependencies"
+	@$(TIMED) $(PIP) $(TORCH) "uv>=0.9"
+	@echo "[3/5] xinference, vLLM and all they need: some $(if $(filter cuda,$(DEVICE)),9,2) GB, and tools for development"
+	@$(TIMED) $(PIP) --no-deps --no-compile --requirement <($(call LOCKED,--group $(DEVICE) --group dev))
 	@echo "[4/5] xinference-xavier itself, editable"
-	@$(TIMED) $(INSTALL) --no-deps --no-build-isolation -e .
+	@$(TIMED) $(PIP) --no-deps --no-build-isolation --editable .
 	@echo "[5/5] byte code for all of it"
 	@$(TIMED) $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true # some are for other Pythons
 	@touch $@
 
-$(VENV)/.docs: requirements/docs.txt $(VENV)/.complete
-	@$(INSTALL) --no-deps -r requirements/docs.txt
+$(VENV)/.docs: $(VENV)/.complete
+	@$(PIP) --no-deps --requirement <($(call LOCKED,--only-group docs))
 	@touch $@
 
 lint: venv
@@ -162,6 +167,14 @@ bench: venv
 
 demo: venv
 	$(BIN)/python -m examples.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# Wheel and sdist: built, checked, installed. Needs a network.
+dist: venv
+	rm -rf dist
+	$(BIN)/uv build
+	$(BIN)/uv tool run twine@7.0.0 check --strict dist/*
+	$(BIN)/uv tool run check-wheel-contents@0.6.3 dist
+	$(BIN)/python -m tests.dist
 
 # Every warning is an error, a link, an anchor or a name of Python that leads nowhere among them.
 docs: $(VENV)/.docs

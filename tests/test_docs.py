@@ -223,7 +223,7 @@ def test_the_english_readme_fits_on_one_screen_of_text() -> None:
 
 
 def test_files_that_the_readmes_name_exist() -> None:
-    for name in re.findall(r"`((?:docs|examples|requirements)/[\w./-]*)`", prose(ENGLISH)):
+    for name in re.findall(r"`((?:docs|examples)/[\w./-]*)`", prose(ENGLISH)):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\(((?!http)[^)]+)\)", prose(ENGLISH) + prose(CHINESE)):
         assert (ROOT / name).is_file(), name

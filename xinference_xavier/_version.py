@@ -1,3 +1,8 @@
-"""The version, importable without the package's other modules."""
+"""The version that was installed, importable without the package's other modules."""
 
-__version__ = "0.1.0"
+from importlib import metadata
+
+try:
+    __version__ = metadata.version("xinference-xavier")
+except metadata.PackageNotFoundError:  # a checkout on Python's path
+    __version__ = "0+unknown"
