@@ -64,10 +64,9 @@ def run(
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = print,
 ) -> Report:
-    """Ends about `seconds` after it began, or after `steps` steps, or when something is wrong.
-    `only` restricts the schedule to some kinds."""
+    """Ends about `seconds` after the replicas are up, or after `steps` steps, or when something is
+    wrong. `only` restricts the schedule to some kinds."""
     report = Report("engines", seed, FETCH_TIMEOUT)
-    until_time = time.monotonic() + seconds - _REST
     with tempfile.TemporaryDirectory(prefix="chaos-orders-") as orders:
         install(Path(orders))
         environment = {"PYTHONPATH": f"{ROOT}:{orders}", ORDERS: orders}
@@ -76,7 +75,7 @@ def run(
         cluster = LocalCluster(log, environment=environment, say=say)
         try:
             cluster.start()
-            _with(cluster, Path(orders), seed, islice(order, steps), until_time, report, say)
+            _with(cluster, Path(orders), seed, islice(order, steps), seconds, report, say)
         finally:
             look_after_stop(cluster.stop(), report)
     if report.failures():
@@ -90,7 +89,7 @@ def _with(
     orders: Path,
     seed: int,
     steps: Iterator[Step],
-    until_time: float,
+    seconds: float,
     report: Report,
     say: Callable[[str], None],
 ) -> None:
@@ -107,7 +106,7 @@ def _with(
     with _running(fleet.watch(), *map(traffic.converse, range(CONVERSATIONS))) as loop:
         scene = Scene(cluster, fleet, traffic, loop, orders, wanted=2)
         breaking = _Run(scene, report, say)
-        breaking.run(steps, until_time)
+        breaking.run(steps, time.monotonic() + seconds - _REST)
         come_to_rest(scene, report)
         breaking.conclude()
         cluster.terminate(UID)
