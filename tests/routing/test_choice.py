@@ -33,6 +33,8 @@ def chosen(
     prompt: Prompt = PROMPT,
     *,
     rates: Rates = RATES,
+    rates_of: dict[str, Rates] | None = None,
+    weight: float = 1.0,
     requests: dict[str, int] | None = None,
     free: dict[str, int] | None = None,
     preferred: str = "",
@@ -42,11 +44,12 @@ def chosen(
     for name, seconds in backlogs.items():
         room = (free or {}).get(name, 10**6)
         count = (requests or {}).get(name, 0)
-        loads.report(name, Report(0.0, 0, seconds, count, rates, room))
+        own = (rates_of or {}).get(name, rates)
+        loads.report(name, Report(0.0, 0, seconds, count, own, room))
     loads.renumber()
     runs, fetchable = held_runs(held, lambda _: 0, prompt.keys, len(loads.names))
     found = forecast(loads, prompt, runs, fetchable, SIZE, 0.0)
-    return choose(loads, found, random.Random(seed), preferred)
+    return choose(loads, found, random.Random(seed), preferred, weight=weight)
 
 
 def test_between_idle_replicas_the_one_that_holds_the_prefix() -> None:
@@ -94,6 +97,20 @@ def test_deep_tokens_take_longer() -> None:
 
 def test_the_last_token_is_always_computed() -> None:
     assert chosen(Held({"a": KEYS}), {"a": 0.0}).terms.compute == pytest.approx(0.001)
+
+
+def test_weighed_work_keeps_a_prompt_where_its_prefix_is() -> None:
+    """And not where a replica seems to be faster: what that saves counts once."""
+    slow = RATES._replace(byte_s=5e-5)  # half as fast as computing
+    held = {"a": KEYS[:5], "b": []}
+    assert chosen(Held(held), {"a": 0.3, "b": 0.0}, rates=slow).replica == "b"
+    assert chosen(Held(held), {"a": 0.3, "b": 0.0}, rates=slow, weight=4.0).replica == "a"
+    fast = {"a": RATES._replace(token_s=0.0008)}
+    for weight in (1.0, 4.0):
+        choice = chosen(
+            Held({"a": [], "b": []}), {"a": 0.3, "b": 0.0}, rates_of=fast, weight=weight
+        )
+        assert choice.replica == "b"
 
 
 def test_among_equals_the_fewest_requests() -> None:

@@ -4,7 +4,9 @@ replica computes a long prefill for it (`with_prefill_replicas`).
 A replica's work for a prompt also delays those that come behind: by `share / (1 - share)` of it, if
 requests arrive at random and the replica works this share of the time. So work weighs more than the
 prompt's own waiting (`work_weight`). Without that, prompts leave the replica that holds their
-prefix for a short wait elsewhere, copies fill the pools, and under load all wait longer.
+prefix for a short wait elsewhere, copies fill the pools, and under load all wait longer. This work
+is at the replicas' mean rates: weighed with what a replica seems to be faster, prompts would queue
+at it for what is mostly an error of measurement.
 
 Pure: no I/O, no clock. With a thousand replicas and a prompt of a hundred chunks, a choice is one
 pass over the chunks with sets as integers, then a few operations on arrays.
@@ -59,6 +61,7 @@ def with_prefill_replicas(
         found,
         fetch=np.where(pays, answer - backlog, found.fetch),
         compute=np.where(pays, 0.0, found.compute),
+        work=np.where(pays, found.work[number], found.work),
         prefill=Prefill(loads.names[number], queue, float(finish[number]) - queue),
         left=pays,
     )
@@ -119,7 +122,8 @@ class Forecast:
     """The terms of a prompt for each replica, by number. `runs` are the leading chunks that the
     replica holds, or is expected to hold. A peer can send the first `fetchable` chunks.
 
-    `left` are the decode replicas that leave the prefill to `prefill`: they fetch all of it.
+    `work` is the time for which the prompt keeps a replica busy, at the mean rates of all. `left`
+    are the decode replicas that leave the prefill to `prefill`: they fetch all of it.
     """
 
     prompt: Prompt
@@ -128,20 +132,13 @@ class Forecast:
     backlog: Floats
     fetch: Floats
     compute: Floats
+    work: Floats
     prefill: Prefill | None = None
     left: NDArray[np.bool_] | None = None
 
     @property
     def total(self) -> Floats:
         return self.backlog + self.fetch + self.compute
-
-    @property
-    def work(self) -> Floats:
-        """Seconds that the prompt keeps the replica busy, or the one that prefills for it."""
-        work = self.fetch + self.compute
-        if self.prefill is None or self.left is None:
-            return work
-        return np.where(self.left, self.prefill.seconds, work)
 
 
 @dataclass(frozen=True)
@@ -226,22 +223,26 @@ def forecast(
     loads: Loads, prompt: Prompt, runs: Counts, fetchable: int, size: Chunks, now: float
 ) -> Forecast:
     """`runs` and `fetchable` as `held_runs` found them."""
-    backlog = loads.backlog(now)
-    token_s, depth_s, fetch_s, byte_s = loads.rates
     last = prompt.tokens - 1  # at least one token is computed
-
-    def compute(first: Counts | int) -> Floats:
-        mean_s = token_s + depth_s * ((first + prompt.tokens) * 0.5)
-        seconds: Floats = (prompt.tokens - first) * mean_s
-        return seconds
-
-    alone = compute(np.minimum(runs * size.tokens, last))
     missing = fetchable - runs
-    fetch = fetch_s + byte_s * (size.bytes * missing)
-    rest = compute(min(fetchable * size.tokens, last))
-    fetches = (missing > 0) & (fetch + rest < alone)
-    fetch, compute_s = np.where(fetches, fetch, 0.0), np.where(fetches, rest, alone)
-    return Forecast(prompt, fetchable, runs, backlog, fetch, compute_s)
+
+    def at(rates: Floats) -> tuple[Floats, Floats]:
+        """The seconds for fetching and for computing."""
+        token_s, depth_s, fetch_s, byte_s = rates
+
+        def compute(first: Counts | int) -> Floats:
+            mean_s = token_s + depth_s * ((first + prompt.tokens) * 0.5)
+            seconds: Floats = (prompt.tokens - first) * mean_s
+            return seconds
+
+        alone = compute(np.minimum(runs * size.tokens, last))
+        fetch = fetch_s + byte_s * (size.bytes * missing)
+        rest = compute(min(fetchable * size.tokens, last))
+        fetches = (missing > 0) & (fetch + rest < alone)
+        return np.where(fetches, fetch, 0.0), np.where(fetches, rest, alone)
+
+    work = np.add(*at(np.array(loads.typical)))
+    return Forecast(prompt, fetchable, runs, loads.backlog(now), *at(loads.rates), work)
 
 
 def work_weight(busy: float) -> float:

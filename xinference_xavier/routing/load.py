@@ -197,7 +197,7 @@ class Loads:
         if report.rates:
             self._measure(name, replica, report.rates)
         replica.others = max(0, report.requests - replica.running)
-        replica.count(self._typical)
+        replica.count(self.typical)
         self._show(replica)
 
     def _measure(self, name: str, replica: _Replica, rates: Rates) -> None:
@@ -205,13 +205,13 @@ class Loads:
         replica.rates = rates
         if name in self._unmeasured:
             self._unmeasured.remove(name)
-            typical = self._typical
+            typical = self.typical
             for each in self._unmeasured:
                 self._replicas[each].count(typical)
                 self._show(self._replicas[each])
 
     @property
-    def _typical(self) -> Rates:
+    def typical(self) -> Rates:
         """The mean of the replicas that know theirs. While nobody does, work seems to take no time,
         and the replica with the fewest requests is chosen."""
         measured = len(self._replicas) - len(self._unmeasured)
@@ -222,7 +222,7 @@ class Loads:
         """`Rates`, one after another, by number."""
         if not self._unmeasured:
             return self._rates
-        return np.where(self._measured, self._rates, np.array(self._typical)[:, None])
+        return np.where(self._measured, self._rates, np.array(self.typical)[:, None])
 
     def sent(self, name: str, request: str, seconds: float, tokens: int, now: float) -> None:
         """The router has sent a request that will keep the replica busy for `seconds`."""
