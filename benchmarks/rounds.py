@@ -52,7 +52,7 @@ def measure() -> dict[str, Any]:
 
         def run(routed: bool) -> pairs.Run:
             mode = "auto" if routed else "off"
-            cluster.call("POST", f"/v1/xavier/{UID}", {"routing": mode})
+            cluster.call("PATCH", f"/v1/xavier/{UID}", {"routing": mode})
             return _figures(_play(cluster.endpoint, next(seeds)))
 
         for routed in (True, False):  # so that replicas know how fast they are

@@ -314,7 +314,7 @@ class LocalCluster:
         return {replica["incarnation"]: replica for replica in found}
 
     def switch_sharing(self, model_uid: str, enabled: bool) -> None:
-        self.call("POST", f"/v1/xavier/{model_uid}", {"enabled": enabled})
+        self.call("PATCH", f"/v1/xavier/{model_uid}", {"enabled": enabled})
 
     def supervisor_address(self) -> str:
         """The supervisor's control address, at which its actors are."""

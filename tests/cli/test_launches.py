@@ -64,7 +64,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saving:
     app = FastAPI()
     app.state.api = api
     app.include_router(api._router)
-    app.add_api_route("/v1/xavier_cluster", lambda: {"supervisor": {"environment": SUPERVISOR}})
+    app.add_api_route("/v1/cluster/xavier", lambda: {"supervisor": {"environment": SUPERVISOR}})
     monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))
     SUPERVISOR.clear()
     monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "builtin")  # this process is not asked

@@ -96,3 +96,61 @@ def test_prometheus_scrapes_the_supervisor(compose: dict[str, Any]) -> None:
     supervisor = compose["services"]["supervisor"]["networks"]["cluster"]["ipv4_address"]
     assert job["static_configs"] == [{"targets": [f"{supervisor}:9997"]}]
     assert configuration["rule_files"] == ["/etc/prometheus/monitor/*.yml"]
+
+
+DEPLOY = EXAMPLES / "deploy"
+
+
+def test_containers_share_a_hosts_memory_and_network() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert services.keys() == {"local", "supervisor", "worker"}
+    for name, service in services.items():
+        assert service["network_mode"] == "host"
+        assert name in service["command"]
+        has_gpus = "deploy" in service
+        assert has_gpus == (name != "supervisor")
+
+
+def test_the_image_is_the_one_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    assert f"```dockerfile\n{(DEPLOY / 'Dockerfile').read_text()}```" in page
+
+
+def test_a_worker_pod_has_all_gpus_and_the_supervisor_none() -> None:
+    values = yaml.safe_load((DEPLOY / "helm-values.yaml").read_text())
+    gpus = {
+        name: values[name][part]["resources"][kind]["nvidia.com/gpu"]
+        for name, part in (("xinferenceSupervisor", "supervisor"), ("xinferenceWorker", "worker"))
+        for kind in ("requests", "limits")
+    }
+    assert gpus == {"xinferenceSupervisor": "0", "xinferenceWorker": "8"}
+
+
+def test_the_charts_unquoted_values_are_strings() -> None:
+    """It writes them into the manifest as they are."""
+    values = yaml.safe_load((DEPLOY / "helm-values.yaml").read_text())
+    for value in values["config"]["extra_envs"].values():
+        assert isinstance(yaml.safe_load(f"value: {value}")["value"], str), value
+
+
+def test_the_network_policy_selects_both_kinds_of_pods() -> None:
+    spec = yaml.safe_load((DEPLOY / "network-policy.yaml").read_text())["spec"]
+    (expression,) = spec["podSelector"]["matchExpressions"]
+    assert expression["values"] == ["xinference-supervisor", "xinference-worker"]
+    between, open_port = spec["ingress"]
+    assert between == {"from": [{"podSelector": spec["podSelector"]}]}
+    assert open_port == {"ports": [{"protocol": "TCP", "port": 9997}]}
+
+
+@pytest.mark.parametrize("part", ["supervisor", "worker"])
+def test_units_use_variables_of_their_environment_file(part: str) -> None:
+    unit = (DEPLOY / "systemd" / f"xinference-{part}.service").read_text()
+    variables = dict(
+        line.split("=", 1)
+        for line in (DEPLOY / "systemd" / "xinference.env").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    assert variables["XINFERENCE_EXTENSIONS"] == "xinference_xavier:extension"
+    used = set(re.findall(r"\$\{(\w+)\}", unit))
+    assert used
+    assert used <= variables.keys()

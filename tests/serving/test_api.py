@@ -101,7 +101,12 @@ class Model:
         assert answer.status_code == 200
         return answer.json()
 
-    async def post(self, path: str = "", **body: Any) -> Any:
+    async def change(self, **body: Any) -> Any:
+        answer = await self.client.patch(URL, json=body)
+        assert answer.status_code == 200
+        return answer.json()
+
+    async def post(self, path: str, **body: Any) -> Any:
         answer = await self.client.post(f"{URL}{path}", json=body)
         assert answer.status_code == 200
         return answer.json()
@@ -151,7 +156,7 @@ async def test_a_replica_that_does_not_answer_is_marked(model: Model) -> None:
 
 async def test_switching_off_and_on(model: Model) -> None:
     for wanted in (False, True):
-        answer = await model.post(enabled=wanted)
+        answer = await model.change(enabled=wanted)
         assert answer["enabled"] is wanted
         assert answer == await model.get()
         assert (await model.tracker.status())["enabled"] is wanted
@@ -161,7 +166,7 @@ async def test_changing_how_requests_are_routed(model: Model) -> None:
     """The answer has the new way at once; the report has it when the process has heard of it."""
     await model.add("a", silent=True)
     for wanted in ("backlog", "off", "auto"):
-        assert (await model.post(routing=wanted))["routing"]["mode"] == wanted
+        assert (await model.change(routing=wanted))["routing"]["mode"] == wanted
         async with asyncio.timeout(60):
             while (await model.get())["routing"]["mode"] != wanted:
                 pass
@@ -198,7 +203,8 @@ async def test_setting_the_weights_version(model: Model) -> None:
     await model.add("reset")
     await model.add("as it was")
     await model.add("silent", silent=True)
-    assert (await model.post(weights_version="2"))["answers"] == {
+    answer = await model.client.put(f"{URL}/weights", json={"version": "2"})
+    assert answer.json()["answers"] == {
         "joined": ["reset"],
         "not_reset": ["as it was"],
         "unreachable": ["silent"],
@@ -219,18 +225,35 @@ async def test_setting_the_weights_version(model: Model) -> None:
         b'{"enabled": true, "more": 1}',
         b'{"routing": "fast"}',
         b'{"routing": null}',
-        b'{"routing": "auto", "enabled": true}',
-        b'{"weights_version": 2}',
-        b'{"weights_version": ""}',
-        b'{"weights_version": "' + b"v" * 65 + b'"}',
-        b'{"enabled": true, "weights_version": "2"}',
+        b'{"routing": "auto", "weights": "2"}',
     ],
 )
-async def test_any_other_body_is_refused(model: Model, body: bytes) -> None:
-    answer = await model.client.post(URL, content=body)
+async def test_any_other_change_is_refused(model: Model, body: bytes) -> None:
+    answer = await model.client.patch(URL, content=body)
     assert answer.status_code == 400
-    assert "the body must be" in answer.json()["detail"]
+    assert answer.json()["detail"].startswith("the body must be an object with enabled, routing: ")
     assert (await model.tracker.status())["enabled"] is True
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b'{"version": 2}', b'{"version": ""}', b'{"version": "' + b"v" * 65 + b'"}'],
+)
+async def test_any_other_name_of_weights_is_refused(model: Model, body: bytes) -> None:
+    answer = await model.client.put(f"{URL}/weights", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("the body must be an object with version: ")
+
+
+async def test_several_settings_change_at_once(model: Model) -> None:
+    answer = await model.change(enabled=False, routing="backlog")
+    assert (answer["enabled"], answer["routing"]["mode"]) == (False, "backlog")
+
+
+async def test_the_bodies_of_changes_are_in_the_api_description(model: Model) -> None:
+    paths = (await model.client.get("/openapi.json")).json()["paths"]
+    body = paths["/v1/xavier/{model_uid}"]["patch"]["requestBody"]["content"]
+    assert body["application/json"]["schema"]["properties"].keys() == {"enabled", "routing"}
 
 
 async def test_all_models_at_once(model: Model) -> None:
@@ -286,7 +309,7 @@ async def test_any_other_question_is_refused(model: Model, body: bytes) -> None:
 async def test_a_body_that_is_too_long_is_not_parsed(model: Model) -> None:
     answer = await model.client.post(f"{URL}/explain", content=b" " * (10 << 20))
     assert (answer.status_code, "it has 10485760 bytes" in answer.text) == (400, True)
-    answer = await model.client.post(URL, content=b" " * 1024 + b'{"enabled": true}')
+    answer = await model.client.patch(URL, content=b" " * 1024 + b'{"enabled": true}')
     assert answer.status_code == 400
 
 
@@ -294,7 +317,7 @@ async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient) -> None:
     for answer in (
         await client.get("/v1/xavier/other"),
         await client.get("/v1/xavier/other/events"),
-        await client.post("/v1/xavier/other", json={"enabled": False}),
+        await client.patch("/v1/xavier/other", json={"enabled": False}),
         await client.post("/v1/xavier/other/flush"),
         await client.post("/v1/xavier/other/explain", json=QUESTION),
     ):

@@ -34,10 +34,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LIST, READ, WRITE = "models:list", "models:read", "models:write"
 RIGHTS = {
     "GET /v1/xavier": LIST,
-    "GET /v1/xavier_cluster": LIST,
+    "GET /v1/cluster/xavier": LIST,
     "GET /v1/xavier/{model_uid}": LIST,
     "GET /v1/xavier/{model_uid}/events": LIST,
-    "POST /v1/xavier/{model_uid}": WRITE,
+    "PATCH /v1/xavier/{model_uid}": WRITE,
+    "PUT /v1/xavier/{model_uid}/weights": WRITE,
     "POST /v1/xavier/{model_uid}/explain": READ,
     "POST /v1/xavier/{model_uid}/flush": WRITE,
     "GET /v1/xavier/{model_uid}/prefixes": READ,
@@ -50,7 +51,8 @@ RIGHTS = {
 ADD = "POST /v1/xavier/{model_uid}/prefixes"
 FOR_EVERYBODY = {"/xavier", "/xavier/", "/xavier/launch.js"}
 BODIES = {
-    "POST /v1/xavier/{model_uid}": {"enabled": True},
+    "PATCH /v1/xavier/{model_uid}": {"enabled": True},
+    "PUT /v1/xavier/{model_uid}/weights": {"version": "2"},
     "POST /v1/xavier/{model_uid}/explain": {"prompt": "1"},
     ADD: {"name": "guide", "prompt": "1 2"},
     "PATCH /v1/xavier/{model_uid}/prefixes/{name}": {"ttl": "2h"},

@@ -80,17 +80,17 @@ class XavierClient:
 
     def switch(self, model_uid: str, enabled: bool) -> ModelStatus:
         """Switch sharing on or off while the model runs."""
-        return self._send("POST", _path(model_uid), _model, {"enabled": enabled})
+        return self._send("PATCH", _path(model_uid), _model, {"enabled": enabled})
 
     def set_routing(self, model_uid: str, routing: str) -> ModelStatus:
         """Change how requests find a replica while the model runs: "auto", "backlog" or "off"."""
-        return self._send("POST", _path(model_uid), _model, {"routing": routing})
+        return self._send("PATCH", _path(model_uid), _model, {"routing": routing})
 
     def set_weights_version(self, model_uid: str, version: str) -> ModelStatus:
         """Let the replicas that were reset share again with those whose weights have the same
         `version`. `raw["answers"]` has the incarnations that "joined", those that were "not_reset"
         and those that are "unreachable"."""
-        return self._send("POST", _path(model_uid), _model, {"weights_version": version})
+        return self._send("PUT", _path(model_uid, "/weights"), _model, {"version": version})
 
     def flush(self, model_uid: str) -> ModelStatus:
         """Empty the pools of all replicas."""
@@ -187,7 +187,7 @@ class XavierClient:
 
     def cluster(self) -> dict[str, Any]:
         """What `doctor` examines."""
-        return self._send("GET", "/v1/xavier_cluster", dict[str, Any], timeout=_LONG_TIMEOUT)
+        return self._send("GET", "/v1/cluster/xavier", dict[str, Any], timeout=_LONG_TIMEOUT)
 
     def saved_launches(self) -> list[dict[str, Any]]:
         """xinference's launch history. Only what this account has saved is there in full."""

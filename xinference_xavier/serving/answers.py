@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from fastapi import HTTPException, Request, Security
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
@@ -26,11 +27,24 @@ Access = Callable[[Request, str], None]
 
 
 def add_route(
-    context: Any, method: str, path: str, scope: str, endpoint: Callable[..., Awaitable[Response]]
+    context: Any,
+    method: str,
+    path: str,
+    scope: str,
+    endpoint: Callable[..., Awaitable[Response]],
+    body: type[BaseModel] | None = None,
 ) -> None:
-    """`context` is xinference's APIExtensionContext."""
+    """`context` is xinference's APIExtensionContext. `body` is for the documentation: endpoints
+    read it themselves, because a refusal names the remedy."""
     guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
-    context.router.add_api_route(path, endpoint, methods=[method], dependencies=guard)
+    content = body and {"application/json": {"schema": body.model_json_schema()}}
+    context.router.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        dependencies=guard,
+        openapi_extra=content and {"requestBody": {"content": content, "required": True}},
+    )
 
 
 def model_access(context: Any) -> Access:

@@ -2,22 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from xinference_xavier.frontend.question import prompt_text
+from xinference_xavier.options import Routing
 from xinference_xavier.protocol.tracker import (
     MAX_QUESTION_BYTES,
     MAX_WEIGHTS_VERSION,
     check_question,
-    check_routing,
-    check_switch,
-    check_weights_version,
 )
+from xinference_xavier.runtime.validate import first_reason
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
     MODEL,
@@ -33,7 +31,7 @@ from xinference_xavier.serving.gateway import TrackerGateway, cluster_info
 from xinference_xavier.serving.sse import Filter, Listeners, Stream, live, notice_servers
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
-MAX_CHANGE = 1 << 10
+_MAX_CHANGE = 1 << 10
 MAX_QUESTION = MAX_QUESTION_BYTES + (1 << 20)
 """Bytes of a body; it may have spaces that do not count."""
 
@@ -43,12 +41,32 @@ def add_routes(context: Any, trackers: TrackerGateway) -> None:
     notice_servers()
     routes = _Routes(trackers, model_access(context))
     add_route(context, "GET", "/v1/xavier", READ_SCOPE, routes.all_models)
-    add_route(context, "GET", "/v1/xavier_cluster", READ_SCOPE, routes.cluster)
+    add_route(context, "GET", "/v1/cluster/xavier", READ_SCOPE, routes.cluster)
     add_route(context, "GET", MODEL, READ_SCOPE, routes.one_model)
     add_route(context, "GET", f"{MODEL}/events", READ_SCOPE, routes.events)
-    add_route(context, "POST", MODEL, WRITE_SCOPE, routes.change)
+    add_route(context, "PATCH", MODEL, WRITE_SCOPE, routes.change, Change)
+    add_route(context, "PUT", f"{MODEL}/weights", WRITE_SCOPE, routes.set_weights, Weights)
     add_route(context, "POST", f"{MODEL}/explain", ASK_SCOPE, routes.explain)
     add_route(context, "POST", f"{MODEL}/flush", WRITE_SCOPE, routes.flush)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Change(_Body):
+    """Settings of a model that runs. What is missing stays."""
+
+    enabled: StrictBool | None = None
+    """Whether its replicas share."""
+    routing: Routing | None = None
+    """How requests find a replica."""
+
+
+class Weights(_Body):
+    """The name of the weights that the replicas have after a reset."""
+
+    version: Annotated[StrictStr, Field(min_length=1, max_length=MAX_WEIGHTS_VERSION)]
 
 
 class _Routes:
@@ -101,19 +119,24 @@ class _Routes:
         )
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
-        change = _checked_change(await request.body())
+        change = _read(Change, await request.body())
         return JSONResponse(await answered_for(model_uid, self._change(model_uid, change)))
 
-    async def _change(self, model_uid: str, change: Mapping[str, Any]) -> dict[str, Any]:
-        if "enabled" in change:
-            await self._trackers.call(model_uid, "set_enabled", change["enabled"])
-            return await self._trackers.report(model_uid)
-        if "routing" in change:
-            await self._trackers.call(model_uid, "set_routing", change["routing"])
-            report = await self._trackers.report(model_uid)
+    async def _change(self, model_uid: str, change: "Change") -> dict[str, Any]:
+        if change.enabled is not None:
+            await self._trackers.call(model_uid, "set_enabled", change.enabled)
+        if change.routing is not None:
+            await self._trackers.call(model_uid, "set_routing", change.routing)
+        report = await self._trackers.report(model_uid)
+        if change.routing is not None:
             # This process learns of it from the tracker, perhaps a moment later.
-            return {**report, "routing": {**report["routing"], "mode": change["routing"]}}
-        return await self._ask_all(model_uid, "set_weights_version", change["weights_version"])
+            report["routing"] = {**report["routing"], "mode": change.routing}
+        return report
+
+    async def set_weights(self, model_uid: str, request: Request) -> JSONResponse:
+        version = _read(Weights, await request.body()).version
+        asking = self._ask_all(model_uid, "set_weights_version", version)
+        return JSONResponse(await answered_for(model_uid, asking))
 
     async def flush(self, model_uid: str) -> JSONResponse:
         return JSONResponse(await answered_for(model_uid, self._ask_all(model_uid, "flush")))
@@ -136,32 +159,27 @@ class _Routes:
         return JSONResponse({**explanation, "routing": forecasts})
 
 
+_BodyT = TypeVar("_BodyT", bound=_Body)
+
+
+def _read(kind: type[_BodyT], body: bytes) -> _BodyT:
+    """Raises HTTPException. An empty body is refused, too."""
+    try:
+        _check_size(body, _MAX_CHANGE)
+        found = kind.model_validate_json(body)
+        if not found.model_dump(exclude_none=True):
+            raise ValueError("nothing is given")
+        return found
+    except ValueError as error:
+        fields = ", ".join(kind.model_fields)
+        reason = f"the body must be an object with {fields}: {first_reason(error)}"
+        raise HTTPException(400, reason) from error
+
+
 def _check_size(body: bytes, most: int) -> None:
     """Refuse a body that is too long before it is parsed."""
     if len(body) > most:
         raise ValueError(f"it has {len(body)} bytes")
-
-
-def _checked_change(body: bytes) -> dict[str, Any]:
-    with suppress(ValueError):  # refused below
-        _check_size(body, MAX_CHANGE)
-        change: dict[str, Any] = json.loads(body)
-        match change:
-            case {"enabled": enabled} if len(change) == 1:
-                check_switch("enabled", enabled)
-                return change
-            case {"routing": routing} if len(change) == 1:
-                check_routing(routing)
-                return change
-            case {"weights_version": version} if len(change) == 1:
-                check_weights_version(version)
-                return change
-    raise HTTPException(
-        400,
-        'the body must be {"enabled": true}, {"enabled": false}, {"routing": "auto"}, {"routing": '
-        '"backlog"}, {"routing": "off"} or {"weights_version": "<text of 1 to '
-        f'{MAX_WEIGHTS_VERSION} characters>"}}',
-    )
 
 
 def _checked_question(body: bytes) -> dict[str, Any]:

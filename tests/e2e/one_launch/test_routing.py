@@ -37,7 +37,7 @@ def routed(model: LocalCluster) -> Iterator[None]:
 
 
 def switch_routing(cluster: LocalCluster, mode: str) -> None:
-    cluster.call("POST", f"/v1/xavier/{UID}", {"routing": mode})
+    cluster.call("PATCH", f"/v1/xavier/{UID}", {"routing": mode})
 
     def is_switched() -> bool:
         return bool(route_of(ask(cluster, "Hello"))[0]) == (mode == "auto")

@@ -236,7 +236,7 @@ class Stage:
         router.add_api_route("/v1/auth/refresh", renew, methods=["POST"])
         router.add_api_route("/v1/xavier", get_models, methods=["GET"])
         router.add_api_route("/v1/xavier/{model_uid}/events", get_events, methods=["GET"])
-        router.add_api_route("/v1/xavier/{model_uid}", post, methods=["POST"])
+        router.add_api_route("/v1/xavier/{model_uid}", post, methods=["PATCH"])
         router.add_api_route("/v1/xavier/{model_uid}/flush", post, methods=["POST"])
         router.add_api_route("/v1/xavier/{model_uid}/explain", explain, methods=["POST"])
         prefixes = "/v1/xavier/{model_uid}/prefixes"

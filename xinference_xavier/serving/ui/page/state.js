@@ -146,10 +146,11 @@ function choose() {
   wake();
 }
 
+// `what` is a part of the model, such as "/flush"; without one, its settings change.
 async function change(what, body, done) {
   const uid = chosen();
   try {
-    await askJson(pathOf(uid, what), { method: "POST", body });
+    await askJson(pathOf(uid, what), { method: what ? "POST" : "PATCH", body });
     state.notice = done;
   } catch (error) {
     const text = language.words;
