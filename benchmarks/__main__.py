@@ -24,7 +24,7 @@ PARTS = {
     "scheduler": "what vLLM's scheduler thread spends on us",
     "tracker": "an index of a million keys, and how soon its updates arrive",
     "routing": "where requests should go: traces and sessions on 2 to 1,000 simulated replicas",
-    "rounds": "sessions of many rounds on three real replicas, routed and in turn",
+    "rounds": "sessions of many rounds on two real replicas, routed and in turn",
 }
 
 

@@ -1,15 +1,20 @@
 """Part `rounds`: sessions of many rounds on real replicas, routed and in turn.
 
-Three replicas under xinference, in the shape of production-stack's `multi-round-qa`: all sessions
+Two replicas under xinference, in the shape of production-stack's `multi-round-qa`: all sessions
 begin with one system prompt, then each user's own history, and each round adds a question and the
 last answer. A user asks the next question some seconds after the last one, or once that is
 answered. Routing is switched between runs, whose sessions have nothing in common.
+
+Each replica computes on processors of its own, as on a GPU of its own: where replicas compete for
+processors, the ones with short queues slow down the one with a long queue. Whatever else runs there
+goes first, so that tokens are passed on as they come.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +31,11 @@ from examples.documents import document
 from examples.local_cluster import REQUEST_TIMEOUT, LocalCluster
 from tests.harness.engines import CHUNK, DTYPE, POOL_BYTES, own_model
 
-REPLICAS = 3
-USERS, ROUNDS = 12, 5
-PAUSE = 4.0
+REPLICAS = 2
+USERS, ROUNDS = 10, 5
+PAUSE = 10.0
 """Seconds between two questions of a user; the users begin one after another within them."""
-SYSTEM_ROWS, HISTORY_ROWS, QUESTION_ROWS = 10, 40, 2
+SYSTEM_ROWS, HISTORY_ROWS, QUESTION_ROWS = 8, 16, 1
 """A row has about 50 tokens."""
 ANSWER_TOKENS = 32
 QUICK = {"ROUNDS": 2}
@@ -46,9 +51,11 @@ _NAMES = {
 
 def measure() -> dict[str, Any]:
     seeds = itertools.count(0, 1000)
-    with LocalCluster(ROOT / "build" / "bench-rounds.log") as cluster:
+    log = ROOT / "build" / "bench-rounds.log"
+    with LocalCluster(log, environment=_ONE_THREAD) as cluster:
         cluster.register(own_model(), "small")
         cluster.launch("small", UID, replica=REPLICAS, **_LAUNCH)
+        _give_own_processors(cluster)
 
         def run(routed: bool) -> pairs.Run:
             mode = "auto" if routed else "off"
@@ -68,6 +75,19 @@ _LAUNCH: dict[str, Any] = {
     "enable_xavier": True,
     "xavier_pool_bytes": POOL_BYTES,
 }
+
+
+_ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+def _give_own_processors(cluster: LocalCluster) -> None:
+    workers = [each for each in cluster.processes() if each.name() == "VLLM::Worker"]
+    assert len(workers) == REPLICAS
+    processors = sorted(os.sched_getaffinity(0))
+    for number, worker in enumerate(workers):
+        worker.nice(10)
+        for thread in worker.threads():
+            os.sched_setaffinity(thread.id, processors[number::REPLICAS])
 
 
 def _play(endpoint: str, seed: int) -> list[float]:
