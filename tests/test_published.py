@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from hatch_build import Published, linked
 
 ROOT = Path(__file__).parents[1]

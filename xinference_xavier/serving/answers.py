@@ -37,13 +37,12 @@ def add_route(
     """`context` is xinference's APIExtensionContext. `body` is for the documentation: endpoints
     read it themselves, because a refusal names the remedy."""
     guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
-    content = body and {"application/json": {"schema": body.model_json_schema()}}
+    described: dict[str, Any] = {}
+    if body is not None:
+        content = {"application/json": {"schema": body.model_json_schema()}}
+        described["requestBody"] = {"content": content, "required": True}
     context.router.add_api_route(
-        path,
-        endpoint,
-        methods=[method],
-        dependencies=guard,
-        openapi_extra=content and {"requestBody": {"content": content, "required": True}},
+        path, endpoint, methods=[method], dependencies=guard, openapi_extra=described
     )
 
 
