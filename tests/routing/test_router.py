@@ -51,6 +51,23 @@ def test_a_burst_spreads(cluster: Cluster) -> None:
     assert spread == Counter("abcd" * 3)
 
 
+def test_a_new_session_goes_where_the_least_work_went_lately() -> None:
+    """Although another replica would answer first now: the next rounds follow the session."""
+    cluster = Cluster("a", "b")
+    first = cluster.send(prompt("long", 30), now=0.0).replica
+    (other,) = {"a", "b"} - {first}
+    cluster.router.report(first, Report(4.0, 0, 0.0, 0, RATES), limit=8)
+    cluster.router.report(other, Report(4.0, 0, 1.0, 1, RATES), limit=8)
+    assert cluster.send(prompt("new", 10), now=4.0).replica == other
+    assert cluster.send(prompt("long", 31), now=4.0).replica == first, "it is not new"
+    late = Cluster("a", "b")
+    first = late.send(prompt("long", 30), now=0.0).replica
+    (other,) = {"a", "b"} - {first}
+    late.router.report(first, Report(60.0, 0, 0.0, 0, RATES), limit=8)
+    late.router.report(other, Report(60.0, 0, 1.0, 1, RATES), limit=8)
+    assert late.send(prompt("new", 10), now=60.0).replica == first, "that is long ago"
+
+
 def test_the_next_turn_follows_the_first_before_it_is_computed(cluster: Cluster) -> None:
     first = cluster.send(prompt("chat", 10), now=0.0)
     again = cluster.send(prompt("chat", 12), now=0.9)

@@ -8,6 +8,9 @@ prefix for a short wait elsewhere, copies fill the pools, and under load all wai
 is at the replicas' mean rates: weighed with what a replica seems to be faster, prompts would queue
 at it for what is mostly an error of measurement.
 
+A prompt of which no replica holds much may begin a session, whose next rounds follow it. The
+backlog of the moment is too short a view then: such prompts go where the least work went lately.
+
 Pure: no I/O, no clock. With a thousand replicas and a prompt of a hundred chunks, a choice is one
 pass over the chunks with sets as integers, then a few operations on arrays.
 
@@ -258,9 +261,10 @@ def choose(
     preferred: str = "",
     *,
     weight: float = 1.0,
+    penalty: Floats | float = 0.0,
 ) -> Choice | None:
-    """The replica with the earliest finish if its work has this `weight`, of those with room for
-    the prompt if there are any.
+    """The replica with the earliest finish if its work has this `weight` and `penalty`, in seconds,
+    is added, of those with room for the prompt if there are any.
 
     A prefill replica is chosen only if no other one accepts a request. Among equals, `preferred` is
     chosen, else one with the fewest requests, at random. None if no replica accepts a request now.
@@ -268,7 +272,7 @@ def choose(
     answering = np.where(loads.prefills, np.inf, found.backlog)
     if answering.min(initial=np.inf) < np.inf:
         found = replace(found, backlog=answering)
-    total = found.total + (weight - 1.0) * found.work
+    total = found.total + (weight - 1.0) * found.work + penalty
     least = total.min(initial=np.inf)
     if least == np.inf:
         return None

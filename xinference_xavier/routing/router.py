@@ -37,11 +37,17 @@ from xinference_xavier.routing.choice import (
     with_prefill_replicas,
     work_weight,
 )
-from xinference_xavier.routing.load import Loads, Report
+from xinference_xavier.routing.load import Floats, Loads, Report
 
 GRACE = 2.0
 """Seconds in which a chunk that has been computed reaches the index."""
 _LATEST = 0.02  # weight of the latest choice in what is learned from all
+_LATELY = 10.0
+"""Seconds after which work counts for 1 / e of what it counted when it was sent."""
+_SPREAD = 8.0
+"""How much the work of the last seconds counts for a new prompt, as a multiple."""
+_NEW = 0.3
+"""The share of a new prompt's tokens that a replica may hold."""
 
 
 MAX_CACHED = 200_000
@@ -214,6 +220,8 @@ class Router:
         self._cached = Expected(MAX_CACHED)
         self._threshold = threshold
         self._busy = 0.5  # share of the time in which a replica works
+        self._work = np.zeros(0)  # seconds of work that were sent lately, by number
+        self._work_at = 0.0
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
 
     def report(self, replica: str, report: Report, *, limit: float = math.inf) -> None:
@@ -227,8 +235,24 @@ class Router:
         found = self.forecast(prompt, now)
         if not whole:
             found = with_prefill_replicas(self.loads, found, self._size, self._threshold)
-        weight = work_weight(self._busy)
-        return choose(self.loads, found, self._source, preferred, weight=weight)
+        held = int(found.runs.max(initial=0)) * self._size.tokens
+        is_new = not preferred and held < _NEW * prompt.tokens
+        return choose(
+            self.loads,
+            found,
+            self._source,
+            preferred,
+            weight=work_weight(self._busy),
+            penalty=_SPREAD * self._lately(now) if is_new else 0.0,
+        )
+
+    def _lately(self, now: float) -> Floats:
+        """The seconds of work that were sent to each replica lately."""
+        count = len(self.loads.names)
+        faded = self._work * math.exp((self._work_at - now) / _LATELY)
+        self._work = np.pad(faded, (0, count - len(faded)))
+        self._work_at = now
+        return self._work
 
     def forecast(self, prompt: Prompt, now: float) -> Forecast:
         self._renumber()
@@ -248,6 +272,7 @@ class Router:
         backlog = choice.forecast.backlog
         works = float((backlog[np.isfinite(backlog)] > 0.0).mean())
         self._busy += _LATEST * (works - self._busy)
+        self._lately(now)[choice.number] += choice.forecast.work[choice.number]
         self.in_flight.sent(request, choice.replica)
         seconds = terms.fetch + terms.compute
         if (prefill := choice.prefill) is not None:
@@ -272,6 +297,7 @@ class Router:
         if self.loads.renumber():
             self._expected.clear()
             self._cached.clear()
+            self._work = np.zeros(0)
 
     def _expect(self, number: int, keys: Sequence[bytes], seconds: float, now: float) -> None:
         if seconds < math.inf:
