@@ -367,12 +367,6 @@ def test_a_removed_replica_disappears_from_the_tracker(model: LocalCluster) -> N
     wait_until(lambda: len(replicas(model)) == before - 1, "the replica is gone")
 
 
-def test_terminating_the_model_leaves_no_actor_of_ours(model: LocalCluster) -> None:
-    assert tracker_exists(model, UID)
-    model.terminate(UID)
-    assert not tracker_exists(model, UID)
-
-
 def test_an_operator_tries_whether_sharing_helps(model: LocalCluster) -> None:
     """And finds routing and sharing as they were."""
     with XavierClient(model.endpoint) as client, ExitStack() as at_end:
@@ -387,3 +381,9 @@ def test_an_operator_tries_whether_sharing_helps(model: LocalCluster) -> None:
         assert "no replica offers the prompt" in too_short.output
         assert client.status(UID).enabled
         assert client.status(UID).routing.mode == "backlog"
+
+
+def test_terminating_the_model_leaves_no_actor_of_ours(model: LocalCluster) -> None:
+    assert tracker_exists(model, UID)
+    model.terminate(UID)
+    assert not tracker_exists(model, UID)
