@@ -75,7 +75,8 @@ class Trial:
         try:
             yield
         finally:
-            self._client.switch(self._model, self.before.enabled)
+            if self._status().enabled != self.before.enabled:
+                self.share(self.before.enabled)
             self._client.set_routing(self._model, self.before.routing.mode or "auto")
 
     def share(self, enabled: bool) -> None:
