@@ -71,7 +71,7 @@ class Scene(NamedTuple):
 
     def switch(self, enabled: bool) -> None:
         url = f"{self.api.endpoint}/v1/xavier/{MODEL}"
-        assert httpx.post(url, json={"enabled": enabled}, timeout=DEADLINE).status_code == 200
+        assert httpx.patch(url, json={"enabled": enabled}, timeout=DEADLINE).status_code == 200
 
     def fetch(self, chunks: int = 4) -> Outcome:
         """Have the consumer fetch chunks that the donor holds."""
