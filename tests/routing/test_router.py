@@ -57,14 +57,14 @@ def test_a_new_session_goes_where_the_least_work_went_lately() -> None:
     first = cluster.send(prompt("long", 30), now=0.0).replica
     (other,) = {"a", "b"} - {first}
     cluster.router.report(first, Report(4.0, 0, 0.0, 0, RATES), limit=8)
-    cluster.router.report(other, Report(4.0, 0, 1.0, 1, RATES), limit=8)
+    cluster.router.report(other, Report(4.0, 0, 0.5, 1, RATES), limit=8)
     assert cluster.send(prompt("new", 10), now=4.0).replica == other
     assert cluster.send(prompt("long", 31), now=4.0).replica == first, "it is not new"
     late = Cluster("a", "b")
     first = late.send(prompt("long", 30), now=0.0).replica
     (other,) = {"a", "b"} - {first}
     late.router.report(first, Report(60.0, 0, 0.0, 0, RATES), limit=8)
-    late.router.report(other, Report(60.0, 0, 1.0, 1, RATES), limit=8)
+    late.router.report(other, Report(60.0, 0, 0.5, 1, RATES), limit=8)
     assert late.send(prompt("new", 10), now=60.0).replica == first, "that is long ago"
 
 

@@ -44,8 +44,9 @@ GRACE = 2.0
 _LATEST = 0.02  # weight of the latest choice in what is learned from all
 _LATELY = 10.0
 """Seconds after which work counts for 1 / e of what it counted when it was sent."""
-_SPREAD = 8.0
-"""How much the work of the last seconds counts for a new prompt, as a multiple."""
+_SPREAD = 0.4
+"""How much the work of the last seconds counts for a new prompt. More spreads sessions better and
+what takes longer than forecast worse."""
 _NEW = 0.3
 """The share of a new prompt's tokens that a replica may hold."""
 
