@@ -11,4 +11,6 @@ def main() -> None:
 
         command()
     except ModuleNotFoundError as error:
+        if (error.name or "").startswith(__name__.partition(".")[0]):
+            raise
         sys.exit(f"Error: {error.name} is not installed; run `pip install xinference-xavier`")

@@ -53,7 +53,8 @@ def words(count: int) -> str:
 
 
 class Trial:
-    """Raises CannotTryError if fewer than two replicas of the model can share."""
+    """Raises CannotTryError if fewer than two replicas of the model can share, or if its routing,
+    which is put back at the end, is not known."""
 
     def __init__(self, client: XavierClient, model: str) -> None:
         self._client = client
@@ -68,6 +69,9 @@ class Trial:
                 f"{reasons and f' ({reasons})'}; launch more, or see `xinference-xavier doctor`"
             )
 
+        if not self.before.routing.mode:
+            raise CannotTryError("no replica has reported its load yet; try again in some seconds")
+
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Send requests to the replicas in turn, and leave routing and sharing as they were."""
@@ -77,7 +81,7 @@ class Trial:
         finally:
             if self._status().enabled != self.before.enabled:
                 self.share(self.before.enabled)
-            self._client.set_routing(self._model, self.before.routing.mode or "auto")
+            self._client.set_routing(self._model, self.before.routing.mode)
 
     def share(self, enabled: bool) -> None:
         self._client.switch(self._model, enabled)
@@ -159,7 +163,7 @@ def trial(client: XavierClient, model: str, tokens: int) -> None:
 
 
 def conclude(tested: Trial, tokens: int) -> tuple[bool, str]:
-    """Whether sharing helps, and by how much or why not. Prints each measurement."""
+    """Print each measurement. Return whether sharing helps, and by how much or why not."""
 
     def say(what: str, answer: Answer) -> Answer:
         click.echo(f"{what:30} {answer.seconds:8.3f} s  {answer.prompt_tokens} tokens")

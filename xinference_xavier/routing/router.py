@@ -273,14 +273,15 @@ class Router:
         backlog = choice.forecast.backlog
         works = float((backlog[np.isfinite(backlog)] > 0.0).mean())
         self._busy += _LATEST * (works - self._busy)
-        self._lately(now)[choice.number] += choice.forecast.work[choice.number]
         self.in_flight.sent(request, choice.replica)
-        seconds = terms.fetch + terms.compute
+        seconds, worker = terms.fetch + terms.compute, choice.replica
         if (prefill := choice.prefill) is not None:
-            seconds = 0.0  # it keeps the prefill replica busy instead
+            seconds, worker = 0.0, prefill.replica  # it keeps that one busy instead
             self._prefills[request] = prefill.replica
             self.loads.sent(prefill.replica, request, prefill.seconds, prompt.tokens, now)
         self.loads.sent(choice.replica, request, seconds, prompt.tokens, now)
+        if (number := self.loads.number(worker)) is not None:
+            self._lately(now)[number] += choice.forecast.work[choice.number]
         missing = prompt.keys[int(choice.forecast.runs[choice.number]) :]
         self._expect(choice.number, missing, sum(terms), now)
 

@@ -58,9 +58,9 @@ class Change(_Body):
     """Settings of a model that runs. What is missing stays."""
 
     enabled: StrictBool | None = None
-    """Whether its replicas share."""
+    """Sharing between its replicas."""
     routing: Routing | None = None
-    """How requests find a replica."""
+    """The way in which requests find a replica."""
 
 
 class Weights(_Body):
@@ -122,7 +122,7 @@ class _Routes:
         change = _read(Change, await request.body())
         return JSONResponse(await answered_for(model_uid, self._change(model_uid, change)))
 
-    async def _change(self, model_uid: str, change: "Change") -> dict[str, Any]:
+    async def _change(self, model_uid: str, change: Change) -> dict[str, Any]:
         if change.enabled is not None:
             await self._trackers.call(model_uid, "set_enabled", change.enabled)
         if change.routing is not None:
@@ -130,7 +130,7 @@ class _Routes:
         report = await self._trackers.report(model_uid)
         if change.routing is not None:
             # This process learns of it from the tracker, perhaps a moment later.
-            report["routing"] = {**report["routing"], "mode": change.routing}
+            return {**report, "routing": {**report["routing"], "mode": change.routing}}
         return report
 
     async def set_weights(self, model_uid: str, request: Request) -> JSONResponse:
