@@ -155,3 +155,17 @@ def test_a_replica_that_accepts_nothing_is_left_out() -> None:
     cluster = Cluster(threshold=0)
     cluster.router.loads.close("d", 10.0)
     assert cluster.choose().replica == "e"
+
+
+def test_a_prefill_is_work_of_the_replica_that_does_it() -> None:
+    """New prompts do not avoid the replica that answers."""
+    cluster = Cluster()
+    busy(cluster, "d", "e")
+    choice = cluster.choose()
+    assert choice.prefill is not None
+    cluster.router.sent("first", choice, 0.0)
+    (other,) = {"d", "e"} - {choice.replica}
+    cluster.report(choice.replica, "decode", made=0.1)
+    cluster.report(other, "decode", backlog=0.3, made=0.1)
+    new = Prompt(1000, [b"new %d" % number for number in range(10)])
+    assert cluster.choose(new, whole=True).replica == choice.replica
