@@ -1,19 +1,23 @@
 """`python -m tests.dist`: whether what `make dist` has built can be installed and used.
 
 The wheel goes into a clean environment of each Python from 3.11 on that is at hand, without vLLM
-and xinference: there the client can be imported, and every command answers in a sentence. Into this
-environment, which has xinference, it would bring nothing but itself. The sdist's tests run.
+and xinference: there the client can be imported, and every command answers in a sentence. With the
+first Python, also beside the lowest versions that it declares. Into this environment, which has
+xinference, it would bring nothing but itself. The sdist's tests run.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Sequence
+from email import message_from_bytes
 from pathlib import Path
 
 DIST = Path(__file__).parents[1] / "dist"
@@ -42,7 +46,10 @@ def main() -> None:
             print(
                 f"[{name}] installs the wheel, imports the client, tries the commands …", flush=True
             )
-            _try_in_clean_environment(name, wheel, Path(folder) / name)
+            _try_in_clean_environment(name, [str(wheel)], Path(folder) / name)
+        lowest = _lowest_requirements(wheel)
+        print(f"[{PYTHONS[0]}] the same with {', '.join(lowest)} …", flush=True)
+        _try_in_clean_environment(PYTHONS[0], [str(wheel), *lowest], Path(folder) / "lowest")
         print("[xinference] nothing of it would change …", flush=True)
         _would_bring_only_itself(wheel)
         print("[sdist] some of its tests …", flush=True)
@@ -52,10 +59,20 @@ def main() -> None:
         _run([sys.executable, "-m", "pytest", "-q", "-m", "not process", *SOME_TESTS], unpacked)
 
 
-def _try_in_clean_environment(python: str, wheel: Path, folder: Path) -> None:
+def _lowest_requirements(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    requirements = metadata.get_all("Requires-Dist", [])
+    lowest = [re.sub(r"^([\w-]+).*>=([\d.]+).*", r"\1==\2", each) for each in requirements]
+    assert all(map(re.compile(r"[\w-]+==[\d.]+").fullmatch, lowest)), requirements
+    return lowest
+
+
+def _try_in_clean_environment(python: str, packages: Sequence[str], folder: Path) -> None:
     _run([python, "-m", "venv", str(folder)])
     programs = folder / "bin"
-    _run([str(programs / "python"), "-m", "pip", "install", "-qq", str(wheel)])
+    _run([str(programs / "python"), "-m", "pip", "install", "-qq", *packages])
     check = (
         "from importlib.util import find_spec as find; import xinference_xavier.client\n"
         "assert not any(map(find, ('xinference', 'vllm', 'torch')))"
