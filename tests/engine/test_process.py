@@ -3,34 +3,26 @@ its start reaches the model's tracker."""
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import ctypes
 import logging
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-import vllm
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.engine import plugin
 from xinference_xavier.engine import process as module
 from xinference_xavier.engine.process import end_with_parent, follow
-from xinference_xavier.errors import ConfigError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 PATIENCE = 60.0  # seconds
 
@@ -194,8 +186,8 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[XavierConfi
         "report_startup_error",
         lambda config, error: errors.append((config, str(error))),
     )
-    module.install()
-    module.install()  # vLLM may do so more than once
+    module.report_failed_starts()
+    module.report_failed_starts()  # vLLM may load the plugin more than once
     yield errors
     for name in module._LOGGERS:
         logger = logging.getLogger(name)
@@ -215,54 +207,6 @@ def fail(logger: str, message: str, extra: dict[str, Any] | None) -> None:
         start(SimpleNamespace(kv_transfer_config=transfer))
     except RuntimeError:
         logging.getLogger(logger).exception(message)
-
-
-def test_vllm_finds_the_plugin() -> None:
-    (ours,) = (
-        handler
-        for handler in entry_points(group="vllm.general_plugins")
-        if handler.name == "xavier"
-    )
-    assert ours.load() is plugin.install
-
-
-def test_where_nothing_is_shared_it_imports_next_to_nothing() -> None:
-    """vLLM calls it in each of its processes."""
-    program = (
-        "import sys\n"
-        "from xinference_xavier.engine.plugin import install\n"
-        "install()\n"
-        "print({name for name in sys.modules if name.startswith('xinference_xavier.')})\n"
-        "print({'pydantic', 'xoscar', 'torch', 'vllm', 'numpy'} & sys.modules.keys())\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != SHARES}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
-    )
-    ours, heavy = map(ast.literal_eval, done.stdout.replace("set()", "()").splitlines())
-    assert len(ours) <= 5
-    assert not heavy
-
-
-def test_an_untested_vllm_ends_where_it_should_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Elsewhere it is left alone."""
-    monkeypatch.setattr(vllm, "__version__", "0.40.0")
-    plugin.install()
-    monkeypatch.setenv(SHARES, "1")
-    with pytest.raises(ConfigError, match=r"vllm='0\.40\.0' .* sharing needs 0\.31 to 0\.33"):
-        plugin.install()
-
-
-def test_where_it_may_be_untested_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, reported: list[tuple[XavierConfig, str]]
-) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.40.0")
-    monkeypatch.setenv(SHARES, UNTESTED)
-    plugin.install()
-    fail(ENGINE, "EngineCore failed to start.", {XAVIER: CONFIG.to_dict()})
-    assert reported == [(CONFIG, "no memory")]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ no thread of its own can end it; then its transfer process does.
 vLLM configures only its own logger, so Python drops other packages' lines below WARNING and prints
 the rest without a format.
 
-vLLM logs why an engine did not start, but does not report it to the launcher. It calls `install` in
-each process that should share, which first refuses a vLLM that is too old or too new, then listens
-to the log of engines and their workers.
+vLLM logs why an engine did not start, but does not report it to the launcher. So each process that
+should share listens to the log of engines and their workers.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ import threading
 import time
 import traceback
 
-import vllm
-
-from xinference_xavier import vllm_versions
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.protocol.startup_errors import report_startup_error
 from xinference_xavier.runtime.host import GRACE, await_end, parent_pid
-from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +71,8 @@ _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _PHRASE = "failed to start"
 
 
-def install() -> None:
-    """Raises ConfigError if this vLLM does not do."""
-    version = getattr(vllm, "__version__", "dev")
-    vllm_versions.check(version, untested=os.environ.get(SHARES) == UNTESTED)
+def report_failed_starts() -> None:
+    """Report errors that end a start in this process to the model's tracker. Idempotent."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, _Listener) for handler in logger.handlers):
