@@ -36,11 +36,10 @@ from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.donors import DonorSelection
-from xinference_xavier.engine.first_tokens import FirstTokenTimes
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.keys import GROUP, Layout
-from xinference_xavier.engine.metrics import HitReporter
+from xinference_xavier.engine.metrics import FirstTokenTimes, HitReporter
 from xinference_xavier.engine.probes import CanAudit, Probes
 from xinference_xavier.engine.request import Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup

@@ -1,13 +1,27 @@
-"""Passes the manager's `Hits` on to vLLM's own metrics."""
+"""What sharing does for requests, in figures: where their prompts' tokens came from, for vLLM's own
+metrics, and by that how long people wait for an answer to begin.
+
+As in vLLM's own metric, a wait begins when the engine's frontend takes the request, by the wall
+clock: a request that arrives during a step waits for its end. Requests for whose tokens nobody
+waits do not count.
+
+Belongs to the scheduler thread; any thread may read `seconds`.
+"""
+
+import time
+from collections.abc import Callable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
+from vllm.v1.request import Request as VllmRequest
 
-from xinference_xavier.stats.schema import HIT_SOURCES, Hits
+from xinference_xavier.engine.request import Request
+from xinference_xavier.engine.workload import own_id
+from xinference_xavier.protocol.load import is_prefill
+from xinference_xavier.protocol.prefixes import prefix_of
+from xinference_xavier.stats.schema import HIT_SOURCES, AnswerSeconds, FirstTokens, Hits
 
 _PREFIX = "vllm:xavier_"
-
-
 _HELP = {
     "prefix_cache": "Prompt tokens found in vLLM's own prefix cache.",
     "local_pool": "Prompt tokens loaded from this replica's pool.",
@@ -42,3 +56,28 @@ class HitReporter:
                 stats.increase_counter(f"{_PREFIX}{source}_tokens", grown)
                 setattr(self._reported, source, total)
         return stats
+
+
+class FirstTokenTimes:
+    """`clock` returns seconds since 1970."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.seconds = FirstTokens()
+        self._clock = clock
+        self._awaited: dict[str, tuple[VllmRequest, Request]] = {}
+
+    def scheduled(self, request: VllmRequest, own: Request) -> None:
+        """vLLM has scheduled the request. It may be preempted, and scheduled again."""
+        name = own_id(request.request_id)
+        is_for_nobody = not own.source or is_prefill(name) or prefix_of(name) is not None
+        if not request.num_output_tokens and not is_for_nobody:
+            self._awaited[request.request_id] = request, own
+
+    def step_ended(self) -> None:
+        """vLLM has appended the step's tokens to its requests."""
+        for req_id, (request, own) in [*self._awaited.items()]:
+            if request.num_output_tokens:
+                times: AnswerSeconds = getattr(self.seconds, own.source)
+                times.observe(max(0.0, self._clock() - request.arrival_time))
+            if request.num_output_tokens or request.is_finished():
+                del self._awaited[req_id]

@@ -1,16 +1,19 @@
-"""Each wait for a first token counts once, by where most of the prompt came from, however vLLM
-schedules the request; and only if somebody waits."""
+"""Each source of tokens has a counter of vLLM's. Each wait for a first token counts once, by where
+most of the prompt came from, however vLLM schedules the request; and only if somebody waits."""
 
 from __future__ import annotations
 
 import pytest
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 from vllm.v1.request import RequestStatus
 
 from tests.engine.scheduling import CHUNK, Clock, Scheduling, chunks
 from tests.engine.vllm_scheduler import Engine, MakeEngine
-from xinference_xavier.engine.first_tokens import FirstTokenTimes
+from xinference_xavier.engine.metrics import FirstTokenTimes, HitReporter, definitions
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.protocol.load import prefill_id
 from xinference_xavier.protocol.prefixes import request_id
+from xinference_xavier.stats.schema import HIT_SOURCES, Hits
 
 PROMPT = range(300, 300 + 130)
 MAX_STEP = 64  # tokens
@@ -129,3 +132,14 @@ def test_a_clock_that_was_set_back_makes_no_negative_wait(engine: Engine, clock:
     engine.ask("r", PROMPT, tokens=1)
     engine.run()
     assert waited(engine) == {"computed": (1, 0.0)}
+
+
+def test_every_source_of_tokens_has_a_counter_that_vllm_knows() -> None:
+    hits = Hits(**dict.fromkeys(HIT_SOURCES, 1))
+    stats = HitReporter(hits).delta()
+    assert stats is not None
+    counters = XavierSpec.build_metric_definitions({})
+    assert stats.reduce().keys() == counters.keys() == definitions().keys()
+    for counter in counters.values():
+        assert isinstance(counter, OffloadingCounterMetadata)
+        assert counter.documentation
