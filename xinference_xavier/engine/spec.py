@@ -42,13 +42,12 @@ from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import identity, metrics
 from xinference_xavier.engine.keys import Group, Layout, PromptChunker
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.pool_size import rows_of
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
-from xinference_xavier.errors import NotSharing, RegionError
+from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
@@ -65,6 +64,9 @@ logger = logging.getLogger(__name__)
 ENGINE = "xavier_engine"
 """The entry of the connector's extra configuration that has an `EngineConfig`."""
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
+MIN_ROWS = 16
+_PARTS = 4  # of the free memory; by default, the pools take one
+_BYTES_PER_TABLE_BYTE = 512
 _POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
 
 
@@ -254,6 +256,45 @@ class XavierSpec(OffloadingSpec):
             self._chunk_tokens,
             {group.group_idx.to_bytes(4): lookup_group(group) for group in groups.kv_group_configs},
         )
+
+
+def rows_of(
+    config: XavierConfig, *, row_bytes: int, cache_rows: int, workers: int, free: int
+) -> int:
+    """The rows of one engine's pool, with `free` bytes of memory and vLLM's `workers`.
+
+    By default as many as the engine's own KV cache takes, but the launch's pools on this host take
+    at most a quarter of the free memory. Page tables count: 8 bytes for each page of 4 KiB, in
+    every process that maps the pool.
+
+    Raises:
+        ConfigError: the pool is too small to work with, or larger than the free memory.
+    """
+    here = config.replicas_per_host * config.engines
+    # Mapped by the workers, the engine, and the transfer processes of all engines here.
+    mappings = workers + 1 + here
+    mapped_bytes = row_bytes + -(-mappings * row_bytes // _BYTES_PER_TABLE_BYTE)
+    given = config.pool_bytes
+    if given is None:
+        rows = max(MIN_ROWS, min(cache_rows, free // _PARTS // here // mapped_bytes))
+    else:
+        rows = given // config.engines // row_bytes
+        if rows < MIN_ROWS:
+            raise ConfigError(
+                "xavier_pool_bytes",
+                given,
+                f"holds {rows} chunks of {row_bytes} bytes, fewer than {MIN_ROWS}",
+                f"use at least {MIN_ROWS * row_bytes * config.engines}",
+            )
+    needed = rows * mapped_bytes
+    if needed > free:
+        raise ConfigError(
+            "xavier_pool_bytes",
+            given or rows * row_bytes,
+            f"takes {needed} bytes with its page tables, more than the {free} that are free",
+            "use less, or leave it out, or give the host or the container more memory",
+        )
+    return rows
 
 
 def lookup_group(group: GroupOffloadConfig) -> Group:
