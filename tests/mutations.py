@@ -80,7 +80,7 @@ MUTATIONS = (
         ("tests/engine/test_resets.py",),
     ),
     Mutation(
-        "engine/jobs.py",
+        "engine/request.py",
         "if not success or (req_id, key) in self._void:",
         "if not success:",
         "a chunk of which vLLM stored only some blocks becomes a hit",

@@ -97,7 +97,7 @@ class Simulation:
                     event()
             self._step()
         self._finish()
-        # Rows that jobs from before a reset used wait for a later job: see `engine/jobs.py`.
+        # Rows that jobs from before a reset used wait for a later job: see `Jobs`.
         self._asked += 1
         replica.ask(
             Asked(f"last-{self._asked}", Text([0] * options.longest), options.longest - 2, 2)

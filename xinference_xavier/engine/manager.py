@@ -37,11 +37,10 @@ from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
-from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.engine.keys import GROUP, Layout
 from xinference_xavier.engine.metrics import FirstTokenTimes, HitReporter
 from xinference_xavier.engine.probes import CanAudit, Probes
-from xinference_xavier.engine.request import Phase, Request
+from xinference_xavier.engine.request import Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Steps, Workload
@@ -297,7 +296,7 @@ class XavierManager(OffloadingManager):
     def wait_if_idle(self) -> bool:
         """Called in a step without tokens: see `IdleWait.nothing_runs`."""
         return not self.steps.computing and self.tier_lookup.idle_wait.nothing_runs(
-            self._requests.keys(), self._jobs
+            self._requests.keys(), self._jobs.requests_loading, bool(self._jobs)
         )
 
     def has_pending_work(self) -> bool:

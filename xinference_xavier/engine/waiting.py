@@ -27,7 +27,6 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from xinference_xavier.engine import compat
-from xinference_xavier.engine.jobs import Jobs
 from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.stats.schema import WaitCounts
 
@@ -146,16 +145,16 @@ class IdleWait:
         self._idle = False
         self._deferred, self._begun, self._pause = deferred, begun, pause
 
-    def nothing_runs(self, requests: Set[str], jobs: Jobs) -> bool:
-        """Block briefly if every one of the unfinished `requests` is itself waiting.
+    def nothing_runs(self, requests: Set[str], loading: Set[str], copying: bool) -> bool:
+        """Block briefly if every one of the unfinished `requests` is itself waiting. `loading` are
+        those with a load under way; the workers are `copying` if they load or store anything.
 
         Returns whether the workers may block for their loads instead: then this step must go on,
         because it may be the one that hands the loads over.
         """
-        loading = jobs.requests_loading
         if self._arrivals is None or not requests - loading <= self._deferred:
             return False
-        if jobs:
+        if copying:
             return bool(loading)
         self._idle = True
         if self._begun is not None:  # leave Python's lock to the thread that runs it
