@@ -28,8 +28,7 @@ from tests.transfer.transports.links import (
     soon,
 )
 from xinference_xavier.errors import LinkError, LinkTimeoutError
-from xinference_xavier.pool.copy_threads import COPY_THREADS
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import COPY_THREADS, Region
 from xinference_xavier.transfer.transports import shared_memory
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 

@@ -22,8 +22,14 @@ from typing import NamedTuple
 import numpy as np
 
 from xinference_xavier.errors import LinkError, LinkTimeoutError, RegionError
-from xinference_xavier.pool.copy_threads import COPY_THREADS, copy_threads
-from xinference_xavier.pool.region import Region, check_same_user, offer_to_read, take_region
+from xinference_xavier.pool.region import (
+    COPY_THREADS,
+    Region,
+    check_same_user,
+    copy_threads,
+    offer_to_read,
+    take_region,
+)
 from xinference_xavier.runtime.aio import remaining
 from xinference_xavier.transfer.transports.base import (
     PROOF_BYTES,
