@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,16 @@ from tests.harness.replicas import (
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
-from xinference_xavier.replica.canary import Canary, Difference, Sketch, difference
+from xinference_xavier.replica.canary import (
+    Canary,
+    Difference,
+    ProbeResult,
+    Sketch,
+    difference,
+    take_result,
+)
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.stats.schema import ComparisonStats
 
 KEY = b"a canary"
 SAMPLES = [1.0, -2.0, 3.0]
@@ -125,6 +134,64 @@ class TestWhatDiffers:
         self.join(mirror, "eldest", "own")
         await asyncio.sleep(0)
         assert self.told == [("peer", False)]
+
+
+FOUND = Difference("layer", 0.5)
+
+
+class Recorder:
+    """Canary, events and pool that only record their calls."""
+
+    def __init__(self) -> None:
+        self.stats = ComparisonStats()
+        self.told: list[tuple[Any, ...]] = []
+
+    def probed(self, *arguments: Any) -> None:
+        self.told.append(("probed", *arguments))
+
+    def distrust(self, *arguments: Any) -> None:
+        self.told.append(("distrust", *arguments))
+
+    def audit_failed(self, *arguments: Any) -> None:
+        self.told.append(("audit failed", *arguments))
+
+    def flush(self, donor: str | None) -> int:
+        self.told.append(("flush", donor))
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("result", "told", "counts"),
+    [
+        (ProbeResult(b"key", SKETCH), [("probed", b"key", SKETCH)], ComparisonStats()),
+        (ProbeResult(None, SKETCH, "peer"), [], ComparisonStats(audits=1)),
+        (ProbeResult(None, {}, lost=True), [], ComparisonStats(lost_probes=1)),
+        (
+            ProbeResult(None, SKETCH, "peer", FOUND),
+            [("audit failed", "peer", FOUND), ("distrust", "peer", FOUND), ("flush", "peer")],
+            ComparisonStats(audits=1, failed_audits=1),
+        ),
+        (
+            ProbeResult(None, SKETCH, None, FOUND),
+            [("audit failed", None, FOUND), ("flush", None)],
+            ComparisonStats(audits=1, failed_audits=1),
+        ),
+    ],
+    ids=[
+        "a canary is compared with peers",
+        "an audit without a difference is counted",
+        "a probe that the engine did not compute is counted",
+        "after a difference all rows from that donor are dropped",
+        "and from any donor if it is not known",
+    ],
+)
+def test_what_follows_from_a_probe(
+    result: ProbeResult, told: list[Any], counts: ComparisonStats
+) -> None:
+    recorder: Any = Recorder()
+    take_result(result, recorder, recorder.audit_failed, recorder.flush)
+    assert recorder.told == told
+    assert recorder.stats == counts
 
 
 @contextmanager

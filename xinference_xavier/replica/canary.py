@@ -265,6 +265,30 @@ class Canary:
         self.stats.compared = len(trusted)
 
 
+def take_result(
+    result: ProbeResult,
+    canary: Canary,
+    audit_failed: Callable[[str | None, Difference], None],
+    flush: Callable[[str | None], int],
+) -> None:
+    """Compare peers by a canary. After a failed audit, drop all rows with the same origin as the
+    chunk, and fetch no more from there."""
+    if result.lost:
+        canary.stats.lost_probes += 1
+        return
+    if result.key is not None:
+        canary.probed(result.key, result.sketch)
+        return
+    canary.stats.audits += 1
+    if result.difference is None:
+        return
+    canary.stats.failed_audits += 1
+    audit_failed(result.donor, result.difference)
+    if result.donor is not None:
+        canary.distrust(result.donor, result.difference)
+    flush(result.donor)
+
+
 def _checked(sketch: Any) -> Sketch | None:
     """Raises LinkError."""
     if sketch is None or (isinstance(sketch, dict) and all(map(_is_layer, sketch.items()))):

@@ -12,72 +12,83 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
-from xinference_xavier.events import Hooks
-from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
-from xinference_xavier.pool.pool import Pool, Row, flush, shared_keys
+from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Drain
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
-from xinference_xavier.replica.canary import Canary, Difference, ProbeResult
+from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch, take_result
 from xinference_xavier.replica.donor import Checksums, Donor
-from xinference_xavier.replica.engine import Engine
-from xinference_xavier.replica.event_reporter import EventReporter
-from xinference_xavier.replica.fetcher import FetchCounts, Fetcher
+from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hand_over import HandOver
-from xinference_xavier.replica.inspect import Explainer, self_check
-from xinference_xavier.replica.kept_prefixes import KeptPrefixes
+from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
+from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import Background, PeerTier
-from xinference_xavier.replica.reports import LoadReporter
+from xinference_xavier.replica.reports import (
+    EventReporter,
+    LoadReporter,
+    SharingLog,
+    Source,
+    replica_stats,
+)
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.replica.warm_join import RecentPrompts, WarmJoin
+from xinference_xavier.replica.warm_join import Prompt, RecentPrompts, WarmJoin
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import LoopThread, Rollback, spawn
 from xinference_xavier.runtime.net import check_range, listen, own_host
-from xinference_xavier.stats import schema
-from xinference_xavier.stats.schema import WarmJoinStats
+
+logger = logging.getLogger(__name__)
+
+_LINKS_INTERVAL = 10.0  # seconds, as are the others
+_HOUSEKEEPING_INTERVAL = 1.0
+_START_TIMEOUT = 60.0
+_STOP_TIMEOUT = 3.0
 
 
-def take_result(
-    result: ProbeResult,
-    canary: Canary,
-    events: EventReporter,
-    flush: Callable[[str | None], int],
-) -> None:
-    """Compare peers by a canary. After a failed audit, drop all rows with the same origin as the
-    chunk, and fetch no more from there."""
-    if result.lost:
-        canary.stats.lost_probes += 1
-        return
-    if result.key is not None:
-        canary.probed(result.key, result.sketch)
-        return
-    canary.stats.audits += 1
-    if result.difference is None:
-        return
-    canary.stats.failed_audits += 1
-    events.audit_failed(result.donor, result.difference)
-    if result.donor is not None:
-        canary.distrust(result.donor, result.difference)
-    flush(result.donor)
+class Engine(Source, Protocol):
+    """What the replica asks of its engine, on the background thread."""
 
+    @property
+    def chunker(self) -> Chunker: ...
 
-_INTERVAL = 10.0
+    @property
+    def comparable(self) -> bool:
+        """Whether it can `sketch`. If not, as in tests, all peers are trusted."""
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able."""
+
+    def sketch(self, key: bytes) -> Sketch | None:
+        """Samples of a chunk that it computed and still has."""
+
+    def work_on_probes(self) -> list[ProbeResult]:
+        """Go on with what it computes for comparisons. Returns the results since the last call."""
+
+    def take_computed(self) -> tuple[ComputedPrefix, ...]:
+        """The prefixes that it was given since the last call."""
+
+    def take_marked(self) -> tuple[MarkedPrompt, ...]:
+        """The prompts that it was given since the last call and that are to be kept."""
+
+    def take_finished(self) -> Sequence[Prompt]:
+        """The prompts of the requests that ended since the last call."""
 
 
 class Departures:
+    """Forgets replicas that have left, with their links and grants."""
+
     def __init__(
         self, process: TransferProcess, fetcher: Fetcher, donor: Donor, canary: Canary
     ) -> None:
@@ -104,92 +115,8 @@ class Departures:
     async def close_late_links(self) -> None:
         """Close links that a replica opened after its lease expired, before it knew."""
         while True:
-            await asyncio.sleep(_INTERVAL)
+            await asyncio.sleep(_LINKS_INTERVAL)
             await self._process.close_links_except(self._members)
-
-
-logger = logging.getLogger(__name__)
-
-_EXPLAINED = {
-    NotSharing.NO_PREFIX_CACHING: "prefix caching is off",
-    NotSharing.SWITCHED_OFF: "switched off by an operator",
-    NotSharing.NOT_JOINED: "no tracker found yet",
-    NotSharing.RESETTING: "the prefix cache is being reset",
-    NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
-    NotSharing.ALONE: "the prefix cache was reset and the weights version is not set",
-    NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or none equally",
-    NotSharing.NO_PEERS: "no other replica in this namespace",
-}
-
-
-class SharingLog:
-    """Logs transitions, beginning with the first time that sharing works."""
-
-    def __init__(self, incarnation: str) -> None:
-        self._incarnation = incarnation
-        self._works = False
-
-    def update(self, reason: NotSharing | None, peers: int) -> None:
-        """`reason` is why the replica does not share, None if it does, with `peers` peers."""
-        if self._works == (reason is None):
-            return
-        self._works = reason is None
-        if reason is None:
-            logger.info("sharing works: incarnation=%s peers=%d", self._incarnation, peers)
-        else:
-            logger.warning(
-                "sharing stopped, %s: incarnation=%s", _EXPLAINED[reason], self._incarnation
-            )
-
-
-_MAX_DONORS = 100  # reported by name
-
-
-def replica_stats(
-    engine: dict[str, Any],
-    from_environment: tuple[str, ...],
-    counts: FetchCounts,
-    *,
-    row_bytes: int,
-    cache_rows: int,
-    engines: int,
-    pool: Pool,
-    donor: Donor,
-    mirror: Mirror,
-    canary: Canary,
-    warm_join: WarmJoinStats,
-    process: TransferProcess,
-    hooks: Hooks,
-    not_sharing: str | None,
-    refused_posts: int,
-) -> schema.ReplicaStats:
-    """`engine` are the fields that the engine counts."""
-    return schema.ReplicaStats(
-        **engine,
-        from_environment=[*from_environment],
-        bytes_received=counts.rows * row_bytes,
-        received_from={
-            name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)
-        },
-        fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
-        fetches=counts.fetches,
-        pool=schema.PoolStats(*pool.counts(), row_bytes, cache_rows, engines),
-        grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
-        mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
-        comparison=canary.stats,
-        warm_join=warm_join,
-        hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
-        not_sharing=not_sharing,
-        refused_posts=refused_posts,
-        transfer_pid=process.pid,
-        transfer_restarts=max(0, process.starts - 1),
-        transfer_failed_calls=process.failed_calls,
-    )
-
-
-_HOUSEKEEPING_INTERVAL = 1.0
-_START_TIMEOUT = 60.0
-_STOP_TIMEOUT = 3.0
 
 
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -402,7 +329,7 @@ class Replica:
             self.recent.collect()
             self.kept.collect()
             for result in self._engine.work_on_probes():
-                take_result(result, self.canary, self._events, self.flush)
+                take_result(result, self.canary, self._events.audit_failed, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> NotSharing | None:

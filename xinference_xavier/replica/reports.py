@@ -1,10 +1,12 @@
-"""What a replica reports to its tracker: its holdings and its load.
+"""What a replica reports: its holdings, load and stats to the tracker, events to the tracker and to
+the operator's hook, and whether sharing works to the log.
 
 Holdings go in batches of changes, or all at once: after a batch that the tracker refuses, and after
 every new session, a snapshot follows. So nobody has to remember what was delivered. The load goes
-with each heartbeat, and at once when it changes much while there is a router.
+with each heartbeat, and at once when it changes much while there is a router. Events go with the
+next heartbeat.
 
-Threading: the event loop of the tracker's client.
+Threading: the replica's background loop.
 """
 
 from __future__ import annotations
@@ -12,12 +14,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.errors import NotSharing
+from xinference_xavier.events import (
+    AuditFailed,
+    Event,
+    FetchRolledBack,
+    Hooks,
+    ReplicasDiffer,
+    TrackerLost,
+    TrackerRegained,
+    event_dict,
+    hooks_of,
+)
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
-from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
+from xinference_xavier.protocol.tracker import MAX_REPORTED, NotMemberError, Outcome, pack
+from xinference_xavier.replica.canary import Canary, Difference
+from xinference_xavier.replica.donor import Donor
+from xinference_xavier.replica.fetcher import FetchCounts
+from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.stats import schema
+from xinference_xavier.stats.schema import WarmJoinStats
+
+logger = logging.getLogger(__name__)
 
 FLUSH_DELAY = 0.002  # seconds that the first queued key waits for further ones
 MAX_QUEUED = 100_000  # keys; beyond them it is cheaper to publish all holdings
@@ -112,8 +139,6 @@ class Publisher:
         return outcome
 
 
-logger = logging.getLogger(__name__)
-
 INTERVAL = 2.0
 """Seconds between two reports of a load that takes its course."""
 _LOOK = 0.05
@@ -176,3 +201,158 @@ def _differs(reported: Load | None, load: Load, passed: float) -> bool:
         return load != reported
     expected = max(0.0, (reported.prefill_s or 0.0) - passed)
     return abs(load.prefill_s - expected) > max(_LITTLE, _MUCH * expected)
+
+
+_MAX_DONORS = 100  # reported by name
+
+
+def replica_stats(
+    engine: dict[str, Any],
+    from_environment: tuple[str, ...],
+    counts: FetchCounts,
+    *,
+    row_bytes: int,
+    cache_rows: int,
+    engines: int,
+    pool: Pool,
+    donor: Donor,
+    mirror: Mirror,
+    canary: Canary,
+    warm_join: WarmJoinStats,
+    process: TransferProcess,
+    hooks: Hooks,
+    not_sharing: str | None,
+    refused_posts: int,
+) -> schema.ReplicaStats:
+    """`engine` are the fields that the engine counts."""
+    return schema.ReplicaStats(
+        **engine,
+        from_environment=[*from_environment],
+        bytes_received=counts.rows * row_bytes,
+        received_from={
+            name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)
+        },
+        fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
+        fetches=counts.fetches,
+        pool=schema.PoolStats(*pool.counts(), row_bytes, cache_rows, engines),
+        grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
+        mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
+        comparison=canary.stats,
+        warm_join=warm_join,
+        hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
+        not_sharing=not_sharing,
+        refused_posts=refused_posts,
+        transfer_pid=process.pid,
+        transfer_restarts=max(0, process.starts - 1),
+        transfer_failed_calls=process.failed_calls,
+    )
+
+
+class EventReporter:
+    """`pending` are the events that the tracker does not have yet."""
+
+    def __init__(self, config: XavierConfig, incarnation: str) -> None:
+        self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
+        self._model_uid = config.model_uid
+        self._incarnation = incarnation
+        self.hooks = hooks_of(config.hooks)
+        self._tracker_lost = False
+
+    def tracker_session(self, error: Exception | None) -> None:
+        """A session with the tracker has begun, or failed with `error`. Only the first failure of
+        an outage is reported."""
+        was_lost, self._tracker_lost = self._tracker_lost, error is not None
+        if self._tracker_lost == was_lost:
+            return
+        uid, incarnation = self._model_uid, self._incarnation
+        if error is None:
+            logger.info("tracker joined again: model=%s incarnation=%s", uid, incarnation)
+            self._notify(TrackerRegained(model_uid=uid, incarnation=incarnation))
+        else:
+            logger.warning(
+                "tracker lost, retrying: model=%s incarnation=%s error=%r", uid, incarnation, error
+            )
+            self._notify(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
+
+    def rolled_back(self, fetch: Fetch, reason: str) -> None:
+        self._notify(
+            FetchRolledBack(
+                model_uid=self._model_uid,
+                incarnation=self._incarnation,
+                donor=fetch.source,
+                reason=reason,
+                rows=len(fetch.rows),
+                committed=len(fetch.committed),
+            )
+        )
+
+    def differs(self, peer: str, difference: Difference) -> None:
+        logger.error(
+            "peer computes different rows, not sharing with it: incarnation=%s peer=%s layer=%s "
+            "difference=%.3g",
+            self._incarnation,
+            peer,
+            *difference,
+        )
+        self._notify(
+            ReplicasDiffer(
+                model_uid=self._model_uid,
+                incarnation=self._incarnation,
+                peer=peer,
+                layer=difference.layer,
+                amount=min(difference.amount, 1e9),
+            )
+        )
+
+    def audit_failed(self, donor: str | None, difference: Difference) -> None:
+        logger.error(
+            "audit failed, rows are dropped: incarnation=%s donor=%s layer=%s difference=%.3g",
+            self._incarnation,
+            donor,
+            *difference,
+        )
+        self._notify(
+            AuditFailed(
+                model_uid=self._model_uid,
+                incarnation=self._incarnation,
+                donor=donor or "",
+                layer=difference.layer,
+                amount=min(difference.amount, 1e9),
+            )
+        )
+
+    def _notify(self, event: Event) -> None:
+        self.hooks.notify(event)
+        self.pending.append(event_dict(event))
+
+
+_EXPLAINED = {
+    NotSharing.NO_PREFIX_CACHING: "prefix caching is off",
+    NotSharing.SWITCHED_OFF: "switched off by an operator",
+    NotSharing.NOT_JOINED: "no tracker found yet",
+    NotSharing.RESETTING: "the prefix cache is being reset",
+    NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
+    NotSharing.ALONE: "the prefix cache was reset and the weights version is not set",
+    NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or none equally",
+    NotSharing.NO_PEERS: "no other replica in this namespace",
+}
+
+
+class SharingLog:
+    """Logs transitions, beginning with the first time that sharing works."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._works = False
+
+    def update(self, reason: NotSharing | None, peers: int) -> None:
+        """`reason` is why the replica does not share, None if it does, with `peers` peers."""
+        if self._works == (reason is None):
+            return
+        self._works = reason is None
+        if reason is None:
+            logger.info("sharing works: incarnation=%s peers=%d", self._incarnation, peers)
+        else:
+            logger.warning(
+                "sharing stopped, %s: incarnation=%s", _EXPLAINED[reason], self._incarnation
+            )
