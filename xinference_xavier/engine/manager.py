@@ -47,7 +47,7 @@ from xinference_xavier.engine.workload import Steps, Workload
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.pool.tier import Tier
 from xinference_xavier.protocol.load import Serving
-from xinference_xavier.replica.warm_join import MAX_REQUESTS
+from xinference_xavier.replica.hot_chunks import MAX_REQUESTS
 from xinference_xavier.stats.report import add
 from xinference_xavier.stats.schema import Hits
 

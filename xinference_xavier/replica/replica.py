@@ -30,7 +30,7 @@ from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch, take_result
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
-from xinference_xavier.replica.hand_over import HandOver
+from xinference_xavier.replica.hot_chunks import HandOver, Prompt, RecentPrompts, WarmJoin
 from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -44,7 +44,6 @@ from xinference_xavier.replica.reports import (
 )
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.replica.warm_join import Prompt, RecentPrompts, WarmJoin
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import LoopThread, Rollback, spawn
 from xinference_xavier.runtime.net import check_range, listen, own_host

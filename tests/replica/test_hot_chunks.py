@@ -1,11 +1,12 @@
 """A new replica has what its peers use most before it takes its first request, and takes it in time
-whatever its peers do. They offer whole prefixes, the most important ones first."""
+whatever its peers do. They offer whole prefixes, the most important ones first. Before a replica is
+removed, its peers have what only it held and others used lately."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import hypothesis.strategies as st
 import pytest
@@ -16,18 +17,21 @@ from tests.harness.replicas import (
     ReplicaProcess,
     TrackerProcess,
     fresh_keys,
+    is_free,
     make_key,
     replicas,
     wait_until,
+    wait_until_known,
 )
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.transfer import HotChunks
-from xinference_xavier.replica import warm_join as module
-from xinference_xavier.replica.warm_join import Answer, RecentPrompts, chosen
+from xinference_xavier.replica import hot_chunks as module
+from xinference_xavier.replica.hot_chunks import Answer, RecentPrompts, chosen
 
 ROWS = 64
 SHORT = 1.0
+DRAIN = 60.0
 LOAD = Load(Serving(128, 1 << 20), prefill_tokens=0, prefill_s=None, requests=0)
 
 
@@ -164,6 +168,42 @@ def test_however_it_is_cut_each_chunk_is_behind_the_one_before_it(prompts: list[
         assert scene.hottest(most) == found[:most]
 
 
+def prefixes(scene: Scene, elsewhere: str = "") -> list[str]:
+    held = set(prompt(elsewhere))
+    found = scene.recent.prefixes(lambda each: each in held)
+    return ["".join(chr(each[0]) for each in keys) for keys in found]
+
+
+def test_what_prompts_share_stays_with_what_follows_it() -> None:
+    scene = Scene()
+    scene.ask("abc", "abd", "abc", "abd", "xy", "xy")
+    assert prefixes(scene) == ["abdc", "xy"]
+
+
+def test_behind_what_peers_hold_each_prompt_is_on_its_own() -> None:
+    scene = Scene()
+    scene.ask("sab", "sab", "scd", "scd", "scd", "se")
+    assert prefixes(scene, elsewhere="s") == ["cd", "ab"]
+    assert prefixes(scene, elsewhere="sabcd") == []
+
+
+def test_what_one_request_used_stays_but_named_ones_go() -> None:
+    scene = Scene()
+    scene.ask("ab", "xy", "xy")
+    scene.hold(prompt("n"))
+    scene.named = [prompt("n")]
+    assert prefixes(scene) == ["n", "xy"]
+
+
+def test_the_chunks_of_all_groups_go_together() -> None:
+    scene = Scene()
+    keys = [key("a"), key("b"), key("a", 1), key("b", 1)]
+    scene.hold(keys)
+    scene.finished = [keys] * 2
+    (found,) = scene.recent.prefixes(lambda each: False)
+    assert found == keys
+
+
 @contextmanager
 def started(
     tracker: TrackerProcess, name: str, transport: str = "auto", **options: object
@@ -207,7 +247,7 @@ def tracker() -> Iterator[TrackerProcess]:
 
 
 @pytest.mark.process
-class TestReplicas:
+class TestWarmJoin:
     def test_a_new_replica_has_the_hottest_prefixes(self, tracker: TrackerProcess) -> None:
         with started(tracker, "donor") as donor:
             hot, cold = fresh_keys(20), fresh_keys(10)
@@ -293,3 +333,85 @@ class TestReplicas:
                     assert new.stats()["warm_join"]["failures"] == 1
             finally:
                 donor.send_signal(signal.SIGCONT)
+
+
+def together(
+    tracker: TrackerProcess, rows: int = 64, **transports: str
+) -> AbstractContextManager[list[ReplicaProcess]]:
+    """Replicas by name, which have nothing from a warm join."""
+    return replicas(tracker.address, transports, rows=rows, warm_join=0.0)
+
+
+def offer_to(donor: ReplicaProcess, peer: ReplicaProcess, keys: list[bytes], uses: int = 2) -> None:
+    donor.store(keys)
+    donor.use([keys] * uses)
+    wait_until_known(peer, donor, keys)
+
+
+def begin(tracker: TrackerProcess, replica: ReplicaProcess, seconds: float = DRAIN) -> None:
+    replica.report_load(Load(Serving(128, 1 << 20, drain=seconds), 0, None, 0))
+    wait_until(lambda: replica.name in tracker.loads(), "it takes requests")
+    assert tracker.call("drain", replica.name).handing_over
+
+
+def drain(tracker: TrackerProcess, replica: ReplicaProcess, seconds: float = DRAIN) -> int:
+    """Return when it has handed over what it could; the chunks that peers got."""
+    begin(tracker, replica, seconds)
+    wait_until(lambda: not tracker.call("drain", replica.name).handing_over, "it handed over")
+    return int(tracker.call("drain", replica.name).chunks)
+
+
+@pytest.mark.process
+class TestHandOver:
+    def test_peers_have_what_only_it_held(self, tracker: TrackerProcess) -> None:
+        with together(tracker, donor="auto", one="auto", two="auto") as (donor, *peers):
+            prefixes = [fresh_keys(8), fresh_keys(8)]
+            once, everywhere = fresh_keys(4), fresh_keys(4)
+            for keys in prefixes:
+                offer_to(donor, peers[0], keys)
+            offer_to(donor, peers[0], once, uses=1)
+            for holder in (donor, peers[1]):
+                offer_to(holder, peers[0], everywhere)
+            wait_until_known(donor, peers[1], everywhere)
+            assert drain(tracker, donor) == 16
+            assert sorted(peers[0].held()) in [sorted(keys) for keys in prefixes]
+            assert sorted(peers[1].held()) in [sorted([*keys, *everywhere]) for keys in prefixes]
+            assert {*peers[0].held(), *peers[1].held()} == {*prefixes[0], *prefixes[1], *everywhere}
+            for peer in peers:
+                assert (peer.wrong_rows(), peer.counts().pinned) == ([], 0)
+
+    def test_what_a_peer_holds_is_not_evicted_for_it(self, tracker: TrackerProcess) -> None:
+        with (
+            together(tracker, donor="auto") as (donor,),
+            together(tracker, 16, small="auto") as (small,),
+        ):
+            own = fresh_keys(10)
+            small.store(own)
+            keys = fresh_keys(12)
+            offer_to(donor, small, keys)
+            assert drain(tracker, donor) == 6
+            assert sorted(small.held()) == sorted([*own, *keys[:6]])
+
+    def test_a_peer_that_hangs_keeps_no_other_from_it(self, tracker: TrackerProcess) -> None:
+        with together(tracker, donor="auto", hangs="auto", peer="auto") as (donor, hangs, peer):
+            for keys in (prefixes := [fresh_keys(4), fresh_keys(4)]):
+                offer_to(donor, peer, keys)
+            hangs.send_signal(signal.SIGSTOP)
+            try:
+                assert drain(tracker, donor, seconds=2.0) == 4
+            finally:
+                hangs.send_signal(signal.SIGCONT)
+            assert sorted(peer.held()) in [sorted(keys) for keys in prefixes]
+
+    def test_one_that_is_killed_meanwhile_is_not_waited_for(self, tracker: TrackerProcess) -> None:
+        """Its rows get stuck on their way, and then it dies."""
+        stalling = "tests.faults:StallingGloo"
+        with together(tracker, donor=stalling, peer="gloo") as (donor, peer):
+            keys = fresh_keys(10)
+            offer_to(donor, peer, keys)
+            begin(tracker, donor)
+            wait_until(lambda: peer.filled() == ROWS_BEFORE_STALL, "some have arrived")
+            donor.kill()
+            wait_until(lambda: not tracker.call("drain", "donor").handing_over, "it is given up")
+            wait_until(lambda: is_free(peer), "its rows are free")
+            assert peer.wrong_rows() == []

@@ -1,12 +1,18 @@
-"""A new replica fetches what its peers use most, before it takes its first request.
+"""Hot chunks, those that requests used most lately, go to a new replica and from one that leaves.
 
-It begins when the replica can fetch, and ends after a few seconds at the latest. Until then the
-replica reports no load, so that routers leave it alone, and a launch is not ready. Where no peer
-holds anything, it ends at once. Chunks go only into free rows. They arrive most important first,
-and as whole prefixes: nothing is requested behind a chunk that did not arrive.
+A warm join: before its first request, a new replica fetches what its peers use most. It begins when
+the replica can fetch, and ends after a few seconds at the latest. Until then the replica reports no
+load, so that routers leave it alone, and a launch is not ready. Where no peer holds anything, it
+ends at once. Chunks go only into free rows. They arrive most important first, and as whole
+prefixes: nothing is requested behind a chunk that did not arrive.
 
-`RecentPrompts` is the peers' part: which chunks of a pool the latest requests used most. It is
-bounded by requests, and by chunks of all of them.
+A hand-over is its mirror image: before a replica is removed, its peers fetch what only it holds. It
+deals its chunks out, each prefix to one peer, since a peer can use no chunk without those before
+it. The peers fetch them as they fetch anything. They evict nothing for it: an engine at work keeps
+some rows free, and frees others when these are filled.
+
+`RecentPrompts` finds them: which chunks of a pool the latest requests used most. It is bounded by
+requests, and by chunks of all of them.
 
 Threading: the replica's background loop.
 """
@@ -22,16 +28,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.options import MAX_DRAIN
 from xinference_xavier.pool.pool import PORTION, Pool, Row
 from xinference_xavier.pool.tier import FetchState
-from xinference_xavier.protocol.tracker import pack
+from xinference_xavier.protocol.tracker import pack, unpack
 from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import ask
+from xinference_xavier.runtime.aio import ask, remaining, spawn
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.runtime.validate import check_count, check_identifier, check_seconds
 from xinference_xavier.stats.schema import WarmJoinStats
+
+logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 1000
 MAX_KEYS = 100_000
@@ -39,6 +49,21 @@ LEAST_USES = 2
 """What only one request had is not hot."""
 _GROUP = slice(-4, None)  # the part of a key that is the number of its KV-cache group
 _PAUSE = 1e-6  # seconds, in which other threads get Python's lock
+_LOOK = 0.05
+BATCH = 256
+"""Rows of a fetch."""
+_START_PATIENCE = 30.0
+"""Seconds until a new replica can fetch; a launch waits as long."""
+_CALL_TIMEOUT = 2.0
+MAX_PEERS = 16
+"""Most peers that a new replica asks. More of them rarely report further hot chunks."""
+_SPARE = 64
+"""One row in so many stays free for the first requests."""
+_ROW_PATIENCE = 1.0
+"""Seconds for which a peer of one that leaves waits for a free row."""
+_GRACE = 1.0  # seconds, for a peer's answer
+_FORGOTTEN = 5.0
+"""Seconds after which a removal that no longer asks was given up."""
 
 Prompt = Sequence[bytes]
 """The keys of a prompt's chunks, group by group."""
@@ -129,20 +154,6 @@ class RecentPrompts:
                 ended.add(group)
 
 
-logger = logging.getLogger(__name__)
-
-_PATIENCE = 30.0
-"""Seconds until the replica can fetch; a launch waits as long."""
-_CALL_TIMEOUT = 2.0
-_LOOK = 0.05
-MAX_PEERS = 16
-"""Most peers that are asked. More of them rarely report further hot chunks."""
-BATCH = 256
-"""Rows of a fetch."""
-_SPARE = 64
-"""One row in so many stays free for the first requests."""
-
-
 class Answer(NamedTuple):
     """A peer's hot chunks, and their keys."""
 
@@ -207,8 +218,8 @@ async def copy_rows(
 
 
 class WarmJoin:
-    """`seconds` bounds it; 0 switches it off. `can_fetch` says whether the replica knows its peers
-    and has what it takes to fetch from them."""
+    """A new replica's part. `seconds` bounds it; 0 switches it off. `can_fetch` says whether the
+    replica knows its peers and has what it takes to fetch from them."""
 
     def __init__(
         self,
@@ -253,7 +264,7 @@ class WarmJoin:
             self._ended.set()
 
     async def _run(self) -> None:
-        patience = time.monotonic() + _PATIENCE
+        patience = time.monotonic() + _START_PATIENCE
         while not self._can_fetch():
             if time.monotonic() >= patience:
                 logger.warning("no warm join, no fetch is possible yet: %s", self._incarnation)
@@ -316,3 +327,76 @@ class WarmJoin:
             self.stats.failures += 1
             self._log.warn(peer, "no hot chunks: peer=%s error=%r", peer, error)
             return None
+
+
+class HandOver:
+    """The part of a replica that leaves (`begin`), and that of its peers (`take`)."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        key_bytes: int,
+        pool: Pool,
+        mirror: Mirror,
+        fetcher: Fetcher,
+        recent: RecentPrompts,
+    ) -> None:
+        self._incarnation = incarnation
+        self._key_bytes = key_bytes
+        self._pool = pool
+        self._mirror = mirror
+        self._fetcher = fetcher
+        self._recent = recent
+        self._giving: asyncio.Future[None] | None = None
+        self._asked = -_FORGOTTEN
+        self.chunks = 0
+        """How many chunks peers have fetched."""
+
+    @property
+    def under_way(self) -> bool:
+        return self._giving is not None and not self._giving.done()
+
+    def begin(self, stay: Sequence[str], seconds: float) -> None:
+        """Have the peers that `stay` fetch what none of them holds. Does nothing if it was called a
+        moment ago."""
+        check_seconds("seconds", seconds, MAX_DRAIN + 1)
+        now = time.monotonic()
+        if now >= self._asked + _FORGOTTEN and not self.under_way:
+            self.chunks = 0
+            self._giving = spawn(self._give_all(stay, now + seconds))
+        self._asked = now
+
+    async def _give_all(self, stay: Sequence[str], deadline: float) -> None:
+        shares: dict[str, list[bytes]] = {peer: [] for peer in stay if self._mirror.is_usable(peer)}
+        if not shares:
+            return
+        others = self._mirror.sets.set_of(shares)
+        for prefix in self._recent.prefixes(lambda key: self._mirror.usable_set(key) & others):
+            min(shares.values(), key=len).extend(prefix)
+        giving = (self._give(peer, keys, deadline) for peer, keys in shares.items() if keys)
+        await asyncio.gather(*giving)
+
+    async def _give(self, peer: str, keys: list[bytes], deadline: float) -> None:
+        try:
+            address = self._mirror.address(peer)
+            if address is None:
+                raise LookupError("it has left")
+            left = remaining(deadline)
+            uid, call = replica_uid(peer), (self._incarnation, pack(keys), left)
+            taken = await ask(left + _GRACE, address, uid, "take_over", *call)
+            check_count("chunks", taken, 0)
+            self.chunks += taken
+        except Exception as error:  # whatever it is, others may take theirs
+            logger.warning(
+                "%d chunks are not handed over: peer=%s error=%r", len(keys), peer, error
+            )
+
+    async def take(self, donor: str, packed: bytes, seconds: float) -> int:
+        """Fetch the packed keys from a peer that leaves, as far as there is room; returns how many
+        chunks arrived."""
+        check_identifier("donor", donor)
+        check_seconds("seconds", seconds, MAX_DRAIN + 1)
+        keys = unpack(packed, self._key_bytes)
+        deadline = time.monotonic() + seconds
+        return await copy_rows(self._pool, self._fetcher, donor, keys, deadline, _ROW_PATIENCE)
