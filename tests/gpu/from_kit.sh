@@ -55,7 +55,7 @@ dry)
 		    torch.ops.load_library(library)
 		    print("loaded", library.name)
 		from xinference_xavier.engine.entry import XavierConnector, XavierSpec
-		from xinference_xavier.transfer.actor import TransferActor
+		from xinference_xavier.transfer.__main__ import TransferActor
 		print("vLLM", vllm.__version__, XavierConnector, XavierSpec, TransferActor)
 	PROGRAM
 	python3 -m benchmarks.gpu --help

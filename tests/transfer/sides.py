@@ -15,7 +15,7 @@ from tests import faults
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import TRANSFER_UID, PullOrder, PullResult, Startup, Ticket
 from xinference_xavier.runtime.net import listen
-from xinference_xavier.transfer.actor import TransferActor
+from xinference_xavier.transfer.__main__ import TransferActor
 from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.selection import TransportSelector

@@ -22,7 +22,7 @@ from xinference_xavier.protocol.transfer import (
     Endpoint,
     PullResult,
 )
-from xinference_xavier.transfer.actor import load_transport
+from xinference_xavier.transfer.__main__ import load_transport
 from xinference_xavier.transfer.transports.base import Acceptance, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
