@@ -24,11 +24,12 @@ from vllm.platforms.interface import CpuArchEnum, DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from tests.engine.vllm_scheduler import engine_config
-from xinference_xavier.engine import configuration
 from xinference_xavier.engine import identity as module
-from xinference_xavier.engine.configuration import is_irrelevant
 from xinference_xavier.engine.identity import (
+    IRRELEVANT,
+    configuration_fields,
     digest,
+    is_irrelevant,
     page_format,
     tensor_format,
     weights_fingerprint,
@@ -182,12 +183,12 @@ def with_all_parts(model_folder: Path) -> VllmConfig:
 
 def test_every_field_counts_unless_it_is_known_not_to(model_folder: Path) -> None:
     config = with_all_parts(model_folder)
-    before = configuration.fields(config, str)
+    before = configuration_fields(config, str)
     wrong = []
     for owner, name, path in leaves(config):
         value = getattr(owner, name)
         set_to(owner, name, "another value")
-        counts = configuration.fields(config, str) != before
+        counts = configuration_fields(config, str) != before
         set_to(owner, name, value)
         if counts is is_irrelevant(path):
             wrong.append(path)
@@ -206,7 +207,7 @@ OTHER_VERSIONS = {
 def test_what_does_not_matter_exists(model_folder: Path) -> None:
     """A field that vLLM renames counts under its new name."""
     known = {path for _, _, path in leaves(with_all_parts(model_folder))}
-    named = {name for names in configuration.IRRELEVANT.values() for name in names}
+    named = {name for names in IRRELEVANT.values() for name in names}
     assert named - known <= OTHER_VERSIONS
 
 
