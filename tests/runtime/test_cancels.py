@@ -20,8 +20,7 @@ from xoscar.backends.context import IndigenActorContext
 from xoscar.backends.indigen.pool import MainActorPool
 from xoscar.backends.message import MessageType
 
-from xinference_xavier.runtime import cancels
-from xinference_xavier.runtime.cancels import patch_cancels
+from xinference_xavier.runtime.net import patch_cancels
 from xinference_xavier.tracker.actor import BlockTracker
 
 pytestmark = pytest.mark.process
@@ -154,5 +153,5 @@ def test_an_unknown_xoscar_is_left_alone_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(MainActorPool, "_message_handler", {})
-    cancels.patch_cancels()
+    patch_cancels()
     assert "start xinference with -H and the host's own address" in caplog.text

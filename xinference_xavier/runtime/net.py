@@ -1,17 +1,23 @@
-"""Hosts and ports to listen on."""
+"""Hosts and ports to listen on, and actor pools that do."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
+import logging
 import socket
+from typing import Any
 
 import psutil
 import xoscar
 
 from xinference_xavier.errors import TransportError
 from xinference_xavier.runtime.addresses import join_address, split_address
-from xinference_xavier.runtime.cancels import patch_cancels
+
+logger = logging.getLogger(__name__)
+
+_PATCHED = "_xavier_patched"
 
 
 def own_host(host: str | None, tracker_address: str) -> str:
@@ -86,6 +92,41 @@ async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainAc
         f"{where} offers no port to listen on ({error}); choose an address and free ports of this "
         "host"
     )
+
+
+def patch_cancels() -> None:
+    """Make main pools of this process forward a cancel to their own sub-pools only. Idempotent;
+    also ends loops that run already.
+
+    A caller that abandons an xoscar call, as at our deadlines, sends a cancel message to the
+    actor's pool. The main pool of xoscar 0.12 forwards a cancel for any address but its own to a
+    sub-pool. If it listens on 0.0.0.0 and was reached at 127.0.0.1 or the host's address, it
+    forwards the message to itself, forever, and occupies up to a whole core.
+    """
+    try:
+        from xoscar.backends.indigen.pool import MainActorPool
+        from xoscar.backends.message import MessageType
+
+        handlers = MainActorPool._message_handler
+        original = handlers[MessageType.cancel]
+    except (ImportError, AttributeError, KeyError) as error:
+        logger.warning(
+            "cannot patch this xoscar: cancelled calls to a pool on 0.0.0.0 may occupy a core; "
+            "start xinference with -H and the host's own address: error=%r",
+            error,
+        )
+        return
+    if hasattr(original, _PATCHED):
+        return
+
+    @functools.wraps(original)
+    async def cancel(pool: Any, message: Any) -> Any:
+        if message.address not in pool.sub_processes:
+            message.address = pool.external_address
+        return await original(pool, message)
+
+    setattr(cancel, _PATCHED, True)
+    handlers[MessageType.cancel] = cancel
 
 
 def check_range(low: int, high: int) -> tuple[int, int]:

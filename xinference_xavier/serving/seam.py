@@ -146,7 +146,7 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
     },
     Feature.MIDDLEWARES: {"fastapi:FastAPI": ("user_middleware",)},
     Feature.FOLDER: {"xinference.constants": ("XINFERENCE_HOME",)},
-    Feature.POOLS: {  # which `runtime.cancels` mends
+    Feature.POOLS: {  # which `runtime.net` mends
         "xoscar.backends.indigen.pool:MainActorPool": ("_message_handler",),
         "xoscar.backends.message:MessageType": ("cancel",),
     },

@@ -55,8 +55,8 @@ from xinference_xavier.protocol.tracker import (
     check_version,
     check_weights_version,
 )
-from xinference_xavier.runtime.cancels import patch_cancels
 from xinference_xavier.runtime.host import process_info
+from xinference_xavier.runtime.net import patch_cancels
 from xinference_xavier.runtime.validate import (
     MAX_KEY_BYTES,
     check_count,

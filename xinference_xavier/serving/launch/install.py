@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from xinference_xavier.runtime.cancels import patch_cancels
+from xinference_xavier.runtime.net import patch_cancels
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.gateway import supervisor_process_info, worker_process_info
 from xinference_xavier.serving.launch import Method
