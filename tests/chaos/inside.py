@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -26,7 +26,6 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Load, Serving
-from xinference_xavier.replica.canary import ProbeResult
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
@@ -41,24 +40,17 @@ class View(StillEngine):
 
     def __init__(self, scheduler: Scheduler, comparable: bool, drain: float) -> None:
         super().__init__()
-        self._scheduler = scheduler
-        self.comparable = comparable
+        self._named = scheduler.named
+        self.sketch = (lambda key: None) if comparable else None
+        self.stats = scheduler.manager.stats
+        self.work_on_probes = scheduler.manager.probes.work
+        self.take_finished = scheduler.manager.take_finished
         self.take_computed = self._take_computed
         serving = Serving(CHUNK_TOKENS, ROW_BYTES, drain=drain)
         self.load = lambda: Load(serving, 0, None, 0)
 
-    def stats(self) -> dict[str, Any]:
-        return self._scheduler.manager.stats()
-
-    def work_on_probes(self) -> list[ProbeResult]:
-        return self._scheduler.manager.probes.work()
-
-    def take_finished(self) -> list[Sequence[bytes]]:
-        return self._scheduler.manager.take_finished()
-
     def _take_computed(self) -> tuple[ComputedPrefix, ...]:
-        named = self._scheduler.named
-        return tuple(named.popleft() for _ in range(len(named)))
+        return tuple(self._named.popleft() for _ in range(len(self._named)))
 
 
 class Inside:

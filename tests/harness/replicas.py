@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,12 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, PoolCounts, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import Fetch, FetchState
-from xinference_xavier.protocol.load import Load, ScheduledPrompt
+from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
-from xinference_xavier.replica.inspect import Chunked, Chunker
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
+from xinference_xavier.replica.inspect import Chunked
 from xinference_xavier.replica.peer_tier import PeerTier
-from xinference_xavier.replica.replica import Replica
+from xinference_xavier.replica.replica import Engine, Replica
 from xinference_xavier.tracker.actor import BlockTracker
 
 ROW_BYTES = 64 << 10
@@ -93,6 +92,9 @@ class Outcome(NamedTuple):
     seconds: float  # until it was decided
 
 
+_T = TypeVar("_T")
+
+
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -102,31 +104,28 @@ class _Lines(logging.Handler):
         self.seen.append((record.levelname, record.getMessage()))
 
 
-class StillEngine:
+class StillEngine(Engine):
     """An engine that computes nothing. A test sets what it counts, reports and has done."""
 
     def __init__(self) -> None:
-        self.chunker: Chunker = chunk_numbers
-        self.comparable = False
-        self.sketch: Callable[[bytes], Sketch | None] = lambda key: None
         self.counted: dict[str, Any] = {}
         self.results: list[ProbeResult] = []
-        self.load: Callable[[], Load | None] = lambda: None
-        self.take_prompts: Callable[[], tuple[ScheduledPrompt, ...]] = lambda: ()
-        self.take_computed: Callable[[], tuple[ComputedPrefix, ...]] = lambda: ()
-        self.take_marked: Callable[[], tuple[MarkedPrompt, ...]] = lambda: ()
         self.finished: list[Sequence[bytes]] = []
+        super().__init__(
+            chunk_numbers,
+            sketch=None,
+            stats=lambda: self.counted,
+            load=lambda: None,
+            work_on_probes=lambda: _taken(self.results),
+            take_prompts=tuple,
+            take_computed=tuple,
+            take_marked=tuple,
+            take_finished=lambda: _taken(self.finished),
+        )
 
-    def stats(self) -> dict[str, Any]:
-        return self.counted
 
-    def take_finished(self) -> list[Sequence[bytes]]:
-        finished, self.finished = self.finished, []
-        return finished
-
-    def work_on_probes(self) -> list[ProbeResult]:
-        results, self.results = self.results, []
-        return results
+def _taken(found: list[_T]) -> list[_T]:
+    return [found.pop(0) for _ in range(len(found))]
 
 
 class _Inside:
@@ -137,7 +136,6 @@ class _Inside:
         self.engine = StillEngine()
         self.factor = options.pop("factor", None)
         if self.factor is not None:
-            self.engine.comparable = True
             self.engine.sketch = self.sketch
         self.spans = InMemorySpanExporter()
         self.lines = _Lines()

@@ -16,7 +16,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,12 +50,9 @@ from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
-from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
-from xinference_xavier.replica.canary import ProbeResult, Sketch
-from xinference_xavier.replica.inspect import Chunker
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
+from xinference_xavier.protocol.load import Serving
 from xinference_xavier.replica.peer_tier import PeerTier
-from xinference_xavier.replica.replica import Replica
+from xinference_xavier.replica.replica import Engine, Replica
 from xinference_xavier.runtime.host import free_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -231,10 +227,20 @@ class XavierSpec(OffloadingSpec):
                 shares=shares,
                 on_shutdown=lambda: replica.stop(),
             )
-            chunker = PromptChunker(vllm_config, self.config, self._chunk_tokens)
+            engine = Engine(
+                PromptChunker(vllm_config, self.config, self._chunk_tokens),
+                sketch=sketcher.sketch,
+                stats=manager.stats,
+                load=manager.workload.load,
+                work_on_probes=manager.probes.work,
+                take_prompts=manager.workload.take_prompts,
+                take_computed=manager.workload.take_computed,
+                take_marked=manager.workload.take_marked,
+                take_finished=manager.take_finished,
+            )
             replica = Replica(
                 self._xavier,
-                engine=EngineView(manager, sketcher, chunker),
+                engine=engine,
                 tier=tier,
                 incarnation=self.config.engine_id,
                 namespace=identity.digest(fingerprint_fields),
@@ -331,37 +337,3 @@ def longest_probe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     tokens = blocks * min(group.kv_cache_spec.block_size for group in groups)
     longest: int = vllm_config.model_config.max_model_len
     return min(longest - 1, tokens)
-
-
-@dataclass(frozen=True)
-class EngineView:
-    """What the replica asks of its engine, on its background thread: a `replica.Engine`."""
-
-    manager: XavierManager
-    sketcher: Sketcher
-    chunker: Chunker
-    comparable: bool = True
-
-    def stats(self) -> dict[str, Any]:
-        return self.manager.stats()
-
-    def sketch(self, key: bytes) -> Sketch | None:
-        return self.sketcher.sketch(key)
-
-    def work_on_probes(self) -> list[ProbeResult]:
-        return self.manager.probes.work()
-
-    def load(self) -> Load:
-        return self.manager.workload.load()
-
-    def take_finished(self) -> list[Sequence[bytes]]:
-        return self.manager.take_finished()
-
-    def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
-        return self.manager.workload.take_prompts()
-
-    def take_computed(self) -> tuple[ComputedPrefix, ...]:
-        return self.manager.workload.take_computed()
-
-    def take_marked(self) -> tuple[MarkedPrompt, ...]:
-        return self.manager.workload.take_marked()

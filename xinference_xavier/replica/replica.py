@@ -13,9 +13,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import xoscar
 
@@ -24,7 +24,7 @@ from xinference_xavier.errors import NotSharing
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.load import Drain
+from xinference_xavier.protocol.load import Drain, Load, ScheduledPrompt
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch, take_result
@@ -39,7 +39,6 @@ from xinference_xavier.replica.reports import (
     EventReporter,
     LoadReporter,
     SharingLog,
-    Source,
     replica_stats,
 )
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
@@ -56,33 +55,22 @@ _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
 
 
-class Engine(Source, Protocol):
+@dataclass
+class Engine:
     """What the replica asks of its engine, on the background thread."""
 
-    @property
-    def chunker(self) -> Chunker: ...
-
-    @property
-    def comparable(self) -> bool:
-        """Whether it can `sketch`. If not, as in tests, all peers are trusted."""
-
-    def stats(self) -> dict[str, Any]:
-        """JSON-able."""
-
-    def sketch(self, key: bytes) -> Sketch | None:
-        """Samples of a chunk that it computed and still has."""
-
-    def work_on_probes(self) -> list[ProbeResult]:
-        """Go on with what it computes for comparisons. Returns the results since the last call."""
-
-    def take_computed(self) -> tuple[ComputedPrefix, ...]:
-        """The prefixes that it was given since the last call."""
-
-    def take_marked(self) -> tuple[MarkedPrompt, ...]:
-        """The prompts that it was given since the last call and that are to be kept."""
-
-    def take_finished(self) -> Sequence[Prompt]:
-        """The prompts of the requests that ended since the last call."""
+    chunker: Chunker
+    sketch: Callable[[bytes], Sketch | None] | None
+    """Samples a chunk that it computed and still has. Without, all peers are trusted."""
+    stats: Callable[[], dict[str, Any]]  # JSON-able
+    load: Callable[[], Load | None]  # None while it starts
+    work_on_probes: Callable[[], list[ProbeResult]]
+    """Goes on with what it computes for comparisons."""
+    # These return what came since their last call, as `work_on_probes` does:
+    take_prompts: Callable[[], tuple[ScheduledPrompt, ...]]
+    take_computed: Callable[[], tuple[ComputedPrefix, ...]]  # of named prefixes
+    take_marked: Callable[[], tuple[MarkedPrompt, ...]]  # to be kept
+    take_finished: Callable[[], Sequence[Prompt]]  # of requests that ended
 
 
 class Departures:
@@ -201,7 +189,7 @@ class Replica:
         self._namespace = SharedNamespace(namespace, self._client.change_namespace)
         self.canary = Canary(
             incarnation,
-            engine.sketch if engine.comparable else None,
+            engine.sketch,
             self.mirror,
             self._namespace,
             self._differs,
@@ -219,7 +207,7 @@ class Replica:
             rolled_back=self._events.rolled_back,
         )
         # Without xinference nothing holds requests back meanwhile.
-        waits = config.replica is None or not engine.comparable
+        waits = config.replica is None or engine.sketch is None
         self.warm_join = WarmJoin(
             config.warm_join if waits and not not_sharing else 0.0,
             incarnation=incarnation,
