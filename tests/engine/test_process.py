@@ -18,11 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.logged import messages
+from tests.tracker_pools import MODEL
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import process as module
-from xinference_xavier.engine.process import end_with_parent, follow
+from xinference_xavier.engine.process import end_with_parent, follow, report_startup_error
+from xinference_xavier.errors import ConfigError
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.runtime.aio import ask
 
 PATIENCE = 60.0  # seconds
 
@@ -234,3 +239,45 @@ def test_an_error_after_the_start_is_not_reported(
     fail(ENGINE, "EngineCore encountered a fatal error.", {XAVIER: CONFIG.to_dict()})
     logging.getLogger(ENGINE).error("EngineCore failed to start.")  # without an exception
     assert reported == []
+
+
+FAULT = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
+
+
+async def test_the_first_cause_is_kept_for_its_replica_until_it_is_asked_for(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
+    _, address = stoppable_tracker
+    config = XavierConfig(MODEL, address)
+
+    async def cause(replica: str) -> str | None:
+        found: str | None = await ask(
+            PATIENCE, address, tracker_uid(MODEL), "pop_startup_error", replica
+        )
+        return found
+
+    report_startup_error(config, FAULT)
+    report_startup_error(config, RuntimeError("a worker failed"))  # a consequence
+    assert await cause("model-rep0") is None, "it is another replica's"
+    assert await cause("model-rep1") == str(FAULT)
+    report_startup_error(config, ModuleNotFoundError("No module named 'x'"))
+    assert await cause("model-rep1") == "ModuleNotFoundError: No module named 'x'"
+
+
+async def test_without_xinference_nothing_is_sent(
+    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("XINFERENCE_MODEL_UID", raising=False)
+    report_startup_error(XavierConfig(MODEL, stoppable_tracker[1]), FAULT)
+    assert messages(caplog) == []
+
+
+def test_without_a_tracker_the_start_fails_as_it_would(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep0")
+    report_startup_error(XavierConfig(MODEL, "127.0.0.1:1"), FAULT)
+    assert messages(caplog) == ["cannot report the cause of the failed start"]

@@ -11,7 +11,9 @@ from xinference_xavier.protocol.tracker import (
     check_question,
     check_weights_version,
     pack,
+    replica_name,
     unpack,
+    without_rank,
 )
 
 
@@ -61,3 +63,31 @@ def test_a_weights_version_is_a_short_text() -> None:
     for wrong in ("", "x" * (MAX_WEIGHTS_VERSION + 1), 7, None):
         with pytest.raises(ValueError, match="is not a text of 1 to 64 characters"):
             check_weights_version(wrong)
+
+
+@pytest.mark.parametrize(
+    ("replica", "engine_id", "name"),
+    [
+        ("model-rep1", "2f6a_dp0", "model-rep1_dp0"),
+        ("model-rep1", "2f6a_dp11", "model-rep1_dp11"),
+        ("model-rep1", "2f6a", "model-rep1"),
+        ("", "2f6a_dp0", ""),
+    ],
+)
+def test_each_engine_of_a_replica_has_a_name(
+    monkeypatch: pytest.MonkeyPatch, replica: str, engine_id: str, name: str
+) -> None:
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", replica)
+    assert replica_name(engine_id) == name
+    assert without_rank(name) == replica
+
+
+def test_without_xinference_a_replica_has_the_name_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XINFERENCE_MODEL_UID", raising=False)
+    assert replica_name("2f6a", None) == ""
+    assert replica_name("2f6a", "a") == "a"
+    assert replica_name("2f6a_dp1", "a") == "a_dp1"
+    monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
+    assert replica_name("2f6a", "a") == "model-rep1"

@@ -8,11 +8,13 @@ vLLM configures only its own logger, so Python drops other packages' lines below
 the rest without a format.
 
 vLLM logs why an engine did not start, but does not report it to the launcher. So each process that
-should share listens to the log of engines and their workers.
+should share listens to the log of engines and their workers, and reports the cause to the model's
+tracker. The worker that launches the engine asks there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -21,7 +23,9 @@ import time
 import traceback
 
 from xinference_xavier.config import XAVIER, XavierConfig
-from xinference_xavier.protocol.startup_errors import report_startup_error
+from xinference_xavier.errors import XavierError
+from xinference_xavier.protocol.tracker import replica_name, tracker_uid
+from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.host import GRACE, await_end, parent_pid
 
 logger = logging.getLogger(__name__)
@@ -69,6 +73,7 @@ def follow(ours: logging.Logger, vllms: logging.Logger) -> None:
 
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _PHRASE = "failed to start"
+_REPORT_TIMEOUT = 3.0
 
 
 def report_failed_starts() -> None:
@@ -98,3 +103,31 @@ def _config_of(error: BaseException) -> XavierConfig | None:
         if extra and XAVIER in extra:
             return XavierConfig.from_dict(extra[XAVIER])
     return None
+
+
+def report_startup_error(config: XavierConfig, error: BaseException) -> None:
+    """Report `error` to the tracker. Blocks for a few seconds at most, and never raises.
+
+    Without xinference, nobody asks the tracker for it.
+    """
+    replica, uid = replica_name(), tracker_uid(config.model_uid)
+    if not replica:
+        return
+
+    async def report() -> None:
+        known = isinstance(error, XavierError)
+        cause = str(error) if known else f"{type(error).__name__}: {error}"
+        await ask(
+            _REPORT_TIMEOUT, config.tracker_address, uid, "report_startup_error", replica, cause
+        )
+
+    def run() -> None:
+        try:
+            asyncio.run(report())
+        except Exception:
+            logger.exception("cannot report the cause of the failed start")
+
+    # On a thread of its own, because the caller's may run an event loop already.
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()

@@ -1,4 +1,4 @@
-"""The messages between a replica and its tracker, and their checks.
+"""The messages between a replica and its tracker, their checks, and the names of both.
 
 Every check raises a ValueError that names the value, and nothing else, whatever it is given.
 """
@@ -6,6 +6,8 @@ Every check raises a ValueError that names the value, and nothing else, whatever
 from __future__ import annotations
 
 import enum
+import os
+import re
 from collections.abc import Iterable
 from struct import iter_unpack
 from typing import Annotated, NamedTuple, TypeVar, get_args
@@ -43,6 +45,7 @@ class TrackerFullError(RuntimeError):
 
 
 _T = TypeVar("_T")
+_RANK = re.compile(r"_dp\d+$")
 
 
 class JoinReply(NamedTuple):
@@ -124,6 +127,23 @@ class Outcome(enum.Enum):
 
 def tracker_uid(model_uid: str) -> str:
     return f"xavier-tracker-{model_uid}"
+
+
+def replica_name(engine_id: str = "", given: str | None = None) -> str:
+    """xinference's name for the replica of this process; without xinference the `given` one, or
+    empty.
+
+    With data parallelism a replica has several engines, and vLLM's ids of them end in `_dp0` etc.
+    The name of each ends likewise.
+    """
+    name = os.environ.get("XINFERENCE_MODEL_UID") or given or ""
+    rank = _RANK.search(engine_id)
+    return name + rank[0] if name and rank else name
+
+
+def without_rank(name: str) -> str:
+    """The replica that an engine of that name belongs to."""
+    return _RANK.sub("", name)
 
 
 def check_version(version: object) -> None:

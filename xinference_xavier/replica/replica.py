@@ -25,7 +25,7 @@ from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Drain, Load, ScheduledPrompt
-from xinference_xavier.protocol.startup_errors import replica_name
+from xinference_xavier.protocol.tracker import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch, take_result
 from xinference_xavier.replica.donor import Checksums, Donor

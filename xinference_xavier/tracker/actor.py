@@ -10,7 +10,6 @@ replica that has to join first.
 import asyncio
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +53,7 @@ from xinference_xavier.protocol.tracker import (
     check_switch,
     check_version,
     check_weights_version,
+    without_rank,
 )
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.net import patch_cancels
@@ -324,9 +324,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         return [
             member
             for member in self._namespaces.all_members()
-            if re.fullmatch(
-                re.escape(replica) + r"(_dp\d+)?", self._membership.name_of(member.incarnation)
-            )
+            if replica in (name := self._membership.name_of(member.incarnation), without_rank(name))
         ]
 
     async def drain(self, replica: str) -> Drain:

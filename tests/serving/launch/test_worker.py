@@ -156,6 +156,13 @@ async def test_a_failed_load_says_what_the_engine_left_with_the_tracker(
         await worker.wait_for_load("m-rep0")
 
 
+async def test_a_failed_load_whose_tracker_is_lost_is_left_alone() -> None:
+    worker = Worker()
+    await launch(worker, XavierConfig("m", "127.0.0.1:1"))
+    with pytest.raises(RuntimeError, match="See root cause above"):
+        await worker.wait_for_load("m-rep0")
+
+
 async def test_a_failed_load_without_sharing_is_left_alone() -> None:
     worker = Worker()
     await worker.launch_builtin_model("m-rep0")

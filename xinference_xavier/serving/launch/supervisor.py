@@ -41,8 +41,7 @@ from xinference_xavier.errors import (
 )
 from xinference_xavier.events import Hooks, LaunchRolledBack, load_hook
 from xinference_xavier.options import MAX_REPLICAS
-from xinference_xavier.protocol.startup_errors import without_rank
-from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.protocol.tracker import tracker_uid, without_rank
 from xinference_xavier.runtime.aio import Rollback, spawn
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.launch import Method, own_trackers

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -23,10 +24,9 @@ from packaging.specifiers import SpecifierSet
 from xinference_xavier import vllm_versions
 from xinference_xavier.config import XavierConfig, configuration, for_worker, own_transfer_config
 from xinference_xavier.errors import ReplicaStartError
-from xinference_xavier.protocol.startup_errors import pop_startup_error
 from xinference_xavier.protocol.tracker import Member, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import ask, within
+from xinference_xavier.runtime.aio import UNREACHABLE, ask, within
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
@@ -40,11 +40,13 @@ _CALL_TIMEOUT = 5.0
 
 async def members_of(replica: str, config: XavierConfig) -> list[Member]:
     """The members that belong to xinference's `replica`. Raises whatever xoscar raises."""
-    uid = tracker_uid(config.model_uid)
-    members: list[Member] = await ask(
-        _CALL_TIMEOUT, config.tracker_address, uid, "members_of", replica
-    )
+    members: list[Member] = await _ask_tracker(config, "members_of", replica)
     return members
+
+
+async def _ask_tracker(config: XavierConfig, method: str, replica: str) -> Any:
+    uid = tracker_uid(config.model_uid)
+    return await ask(_CALL_TIMEOUT, config.tracker_address, uid, method, replica)
 
 
 async def wait_until_serving(worker: Any, replica: str, config: XavierConfig, engines: int) -> None:
@@ -209,7 +211,9 @@ def explaining_load(original: Method) -> Method:
             if transfer is None:
                 raise
             # vLLM only says that its engine did not start.
-            cause = await pop_startup_error(configuration(transfer), model_uid)
+            cause: str | None = None
+            with suppress(*UNREACHABLE):
+                cause = await _ask_tracker(configuration(transfer), "pop_startup_error", model_uid)
             if cause is None:
                 raise
             raise ReplicaStartError(cause) from error
