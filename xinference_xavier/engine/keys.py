@@ -34,6 +34,8 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError, ExplainError
 from xinference_xavier.replica.inspect import Chunked
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_CHUNK_TOKENS = 128
 GROUP = slice(-4, None)
 """The part of an offload key that is the number of its KV-cache group."""
@@ -157,9 +159,6 @@ def stores_whole_chunks(
         if skipped + size != chunks[number.to_bytes(4)] * blocks_per_chunk:
             return False
     return True
-
-
-logger = logging.getLogger(__name__)
 
 
 class _Group(NamedTuple):

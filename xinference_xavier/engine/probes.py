@@ -36,6 +36,8 @@ from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.canary import ProbeResult, Sketch, difference
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
+logger = logging.getLogger(__name__)
+
 _NO_WAVE = -1
 """A wave number that makes an idle engine wake the ranks that compute in step with it."""
 
@@ -90,8 +92,6 @@ def _takes_requests(core: Any) -> bool:
         return False
     return bool(core.scheduler.pause_state.name == "UNPAUSED")
 
-
-logger = logging.getLogger(__name__)
 
 AUDIT_INTERVAL = 60.0
 AUDIT_SHARE = 1000

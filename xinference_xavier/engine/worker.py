@@ -41,6 +41,8 @@ from xinference_xavier.pool.region import COPY_THREADS, ROW_ALIGNMENT, Region, c
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
+logger = logging.getLogger(__name__)
+
 # -- our side of the connector --------------------------------------------------------------------
 
 _MAX_LOAD_WAIT = 0.01
@@ -102,8 +104,6 @@ class WorkerSide(OffloadingConnector):
 
 
 # -- the CPU platform -----------------------------------------------------------------------------
-
-logger = logging.getLogger(__name__)
 
 
 class _Page(NamedTuple):

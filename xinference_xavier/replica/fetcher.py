@@ -41,6 +41,8 @@ from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats, ReplicaFetches
 
+logger = logging.getLogger(__name__)
+
 SPAN_NAME = "xavier.fetch"
 _TRACER = trace.get_tracer("xinference_xavier")
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -70,8 +72,6 @@ class FetchSpan:
 def _prefixed(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
     return {f"{_PREFIX}{name}": value for name, value in attributes.items()}
 
-
-logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT = 2.0
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import xoscar
-import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
@@ -43,6 +42,8 @@ from xinference_xavier.replica.reports import Counters, LoadReporter, Publisher
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.validate import check_count
+
+logger = logging.getLogger(__name__)
 
 _WORKER_UID = "worker"
 
@@ -111,8 +112,6 @@ class LivePeers:
             self._alive = alive
             self._on_members(alive)
 
-
-logger = logging.getLogger(__name__)
 
 CALL_DEADLINE = 5.0  # seconds for a call to the tracker; a watch gets its waiting time on top
 LOCATE_DEADLINE = 15.0
@@ -277,7 +276,7 @@ class TrackerClient:
         """Return the lease, in seconds."""
         address = await within(LOCATE_DEADLINE, self._locate())
         uid = tracker_uid(self._model_uid)
-        self._tracker = await within(CALL_DEADLINE, xo.actor_ref(address=address, uid=uid))
+        self._tracker = await within(CALL_DEADLINE, xoscar.actor_ref(address=address, uid=uid))
         settings = self.mirror.settings
         call = self._tracker.join(
             namespace, member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION

@@ -14,6 +14,8 @@ from typing import Any, Self, TypeVar
 
 import xoscar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 UNREACHABLE = (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed)
@@ -75,8 +77,6 @@ def retrieve(task: asyncio.Future[Any]) -> None:
     if not task.cancelled():
         task.exception()
 
-
-logger = logging.getLogger(__name__)
 
 UNDO_DEADLINE = 5.0  # seconds
 

@@ -37,6 +37,8 @@ from xinference_xavier.runtime.validate import check_identifier, check_seconds
 from xinference_xavier.transfer.transports.base import Acceptance, Link, Transport
 from xinference_xavier.transfer.transports.selection import OutOfReachError, TransportSelector
 
+logger = logging.getLogger(__name__)
+
 MAX_LINKS = 256  # per direction
 
 
@@ -69,9 +71,6 @@ class LinkContext:
 async def close_link(link: Link) -> None:
     """Close `link`, even if the caller is cancelled: nobody else would."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, link.close))
-
-
-logger = logging.getLogger(__name__)
 
 
 class _AcceptedLink(NamedTuple):

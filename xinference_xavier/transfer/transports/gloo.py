@@ -52,6 +52,8 @@ from xinference_xavier.transfer.transports.base import (
     verify,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
@@ -116,8 +118,6 @@ def _bind_all_except(host: str, ports: range, wanted: range, bound: ExitStack) -
                 found = found or port in wanted
     return found
 
-
-logger = logging.getLogger(__name__)
 
 MAX_WITHDRAWN = 8
 """Abandoned links, each of which may have left a socket, before a new device replaces the old one,
