@@ -190,7 +190,7 @@ MUTATIONS = (
         "            return False\n",
         "",
         "requests wait for a prefill replica that is gone",
-        ("tests/engine/test_prefill_wait.py",),
+        ("tests/engine/test_waiting.py",),
     ),
     Mutation(
         "protocol/load.py",
