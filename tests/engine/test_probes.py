@@ -23,7 +23,6 @@ from tests.engine.scheduling import (
     chunks,
 )
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine
-from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.probes import (
     AUDIT_INTERVAL,
     AUDIT_SHARE,
@@ -33,6 +32,7 @@ from xinference_xavier.engine.probes import (
     Probes,
 )
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.canary import ProbeResult, Sketch
 
 VOCABULARY = 999

@@ -15,7 +15,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
-from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, explanation, self_check
+from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, Explainer, self_check
 from xinference_xavier.runtime.addresses import replica_uid
 
 CHUNK = 10
@@ -47,13 +47,15 @@ def explain(
     members = tuple(Member(name, "host:1", name != down) for name in peers)
     mirror.apply(Update(1, "epoch", True, Settings(1, enabled), 2, members, changes))
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
-    return explanation(
-        Chunked(PROMPT, 4096, CHUNK, chunks),
+    chunked = Chunked(PROMPT, 4096, CHUNK, chunks)
+    explainer = Explainer(
+        lambda question: chunked,
         incarnation="own",
         pool=pool,
         mirror=mirror,
         min_fetch_tokens=min_fetch_tokens,
     )
+    return explainer.explanation(chunked)
 
 
 def places(held: str) -> list[int]:

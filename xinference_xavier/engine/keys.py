@@ -32,13 +32,12 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError, ExplainError
+from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.inspect import Chunked
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 128
-GROUP = slice(-4, None)
-"""The part of an offload key that is the number of its KV-cache group."""
 
 
 class Group(NamedTuple):

@@ -37,7 +37,7 @@ from xinference_xavier.engine.compat import load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
-from xinference_xavier.engine.keys import GROUP, Layout
+from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.metrics import FirstTokenTimes, HitReporter
 from xinference_xavier.engine.probes import CanAudit, Probes
 from xinference_xavier.engine.request import Jobs, Phase, Request
@@ -47,6 +47,7 @@ from xinference_xavier.engine.workload import Steps, Workload
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.pool.tier import Tier
 from xinference_xavier.protocol.load import Serving
+from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.hot_chunks import MAX_REQUESTS
 from xinference_xavier.stats.report import add
 from xinference_xavier.stats.schema import Hits

@@ -30,9 +30,9 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc
 
 from xinference_xavier.engine import compat
-from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.canary import ProbeResult, Sketch, difference
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 

@@ -28,10 +28,11 @@ from vllm.v1.kv_offload.base import ReqContext
 from xinference_xavier.engine.adapters import Look, salted
 from xinference_xavier.engine.compat import key_positions
 from xinference_xavier.engine.costs import CostModel
-from xinference_xavier.engine.keys import GROUP, Layout
+from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.waiting import Wait
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Fetch, FetchState
+from xinference_xavier.protocol.tracker import GROUP
 
 if TYPE_CHECKING:
     from xinference_xavier.engine.probes import Probe

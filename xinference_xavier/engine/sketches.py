@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from xinference_xavier.engine.identity import tensors_of
-from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.canary import Sketch
 
 SAMPLES = 32

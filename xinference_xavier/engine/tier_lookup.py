@@ -23,13 +23,13 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from xinference_xavier.engine.costs import CostModel
 from xinference_xavier.engine.donors import DonorSelection, FetchPlan
-from xinference_xavier.engine.keys import GROUP
 from xinference_xavier.engine.request import Fetches, Phase, Request
 from xinference_xavier.engine.waiting import MIN_PREFILL_SECONDS, Arrivals, IdleWait, Wait
 from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.pool.tier import Claim, Fetch, Tier
 from xinference_xavier.protocol.load import mark_of
+from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.stats.schema import WaitCounts
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]

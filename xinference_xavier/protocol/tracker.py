@@ -32,6 +32,8 @@ MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
 MAX_PACKED_BYTES = 64 << 20  # keys of one publication: 1.8 million keys of 36 bytes
 MAX_REPORTED = 100  # events in one heartbeat
 MAX_CLAIM_SECONDS = 600.0
+GROUP = slice(-4, None)
+"""The part of a key that is the number of its KV-cache group."""
 SHORT_KEY = 12
 """Bytes at the end of a key by which mirrors know it: 64 bits of its hash, and its group."""
 

@@ -31,7 +31,7 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import MAX_DRAIN
 from xinference_xavier.pool.pool import PORTION, Pool, Row
 from xinference_xavier.pool.tier import FetchState
-from xinference_xavier.protocol.tracker import pack, unpack
+from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
@@ -47,7 +47,6 @@ MAX_REQUESTS = 1000
 MAX_KEYS = 100_000
 LEAST_USES = 2
 """What only one request had is not hot."""
-_GROUP = slice(-4, None)  # the part of a key that is the number of its KV-cache group
 _PAUSE = 1e-6  # seconds, in which other threads get Python's lock
 _LOOK = 0.05
 BATCH = 256
@@ -144,7 +143,7 @@ class RecentPrompts:
         for number, key in enumerate(prompt):
             if number % PORTION == 0:
                 time.sleep(_PAUSE)
-            group, row = key[_GROUP], self._pool.lookup(key)
+            group, row = key[GROUP], self._pool.lookup(key)
             if group in ended:
                 continue
             if row is not None and row.checksum is not None:

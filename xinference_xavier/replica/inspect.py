@@ -64,48 +64,41 @@ class Explainer:
         ExplainError if the chunker rejects the question."""
         async with self._asked:
             chunked = await asyncio.to_thread(self._chunker, question)
-        return explanation(
-            chunked,
-            incarnation=self._incarnation,
-            pool=self._pool,
-            mirror=self._mirror,
-            min_fetch_tokens=self._min_fetch_tokens,
-        )
+        return self.explanation(chunked)
 
-
-def explanation(
-    chunked: Chunked, *, incarnation: str, pool: Pool, mirror: Mirror, min_fetch_tokens: int
-) -> dict[str, Any]:
-    """JSON-able. `reuse` has each replica's tokens: in its pool, fetched from peers, computed."""
-    held = {incarnation: [all(map(pool.lookup, keys)) for keys in chunked.chunks]}
-    holders = [
-        functools.reduce(operator.and_, map(mirror.full_set, keys)) for keys in chunked.chunks
-    ]
-    for peer in sorted(mirror.peers):
-        bit = mirror.sets.set_of((peer,))
-        held[peer] = [bool(peers & bit) for peers in holders]
-    donors = mirror.serving | {incarnation} if mirror.enabled else frozenset()
-    min_chunks = max(1, -(-min_fetch_tokens // chunked.chunk_tokens))
-    size = chunked.chunk_tokens
-    return {
-        "prompt_tokens": chunked.prompt_tokens,
-        "context_tokens": chunked.context_tokens,
-        "chunk_tokens": size,
-        "chunks": [
-            {
-                "from": place * size,
-                "to": (place + 1) * size,
-                "replicas": {
-                    replica: "pool" if chunks[place] else "none" for replica, chunks in held.items()
-                },
-            }
-            for place in range(len(chunked.chunks))
-        ],
-        "reuse": {
-            replica: _reuse(replica, held, donors - {replica}, min_chunks, chunked)
-            for replica in held
-        },
-    }
+    def explanation(self, chunked: Chunked) -> dict[str, Any]:
+        """JSON-able. `reuse` has each replica's tokens: in its pool, from peers, computed."""
+        held = {self._incarnation: [all(map(self._pool.lookup, keys)) for keys in chunked.chunks]}
+        holders = [
+            functools.reduce(operator.and_, map(self._mirror.full_set, keys))
+            for keys in chunked.chunks
+        ]
+        for peer in sorted(self._mirror.peers):
+            bit = self._mirror.sets.set_of((peer,))
+            held[peer] = [bool(peers & bit) for peers in holders]
+        donors = self._mirror.serving | {self._incarnation} if self._mirror.enabled else frozenset()
+        min_chunks = max(1, -(-self._min_fetch_tokens // chunked.chunk_tokens))
+        size = chunked.chunk_tokens
+        return {
+            "prompt_tokens": chunked.prompt_tokens,
+            "context_tokens": chunked.context_tokens,
+            "chunk_tokens": size,
+            "chunks": [
+                {
+                    "from": place * size,
+                    "to": (place + 1) * size,
+                    "replicas": {
+                        replica: "pool" if chunks[place] else "none"
+                        for replica, chunks in held.items()
+                    },
+                }
+                for place in range(len(chunked.chunks))
+            ],
+            "reuse": {
+                replica: _reuse(replica, held, donors - {replica}, min_chunks, chunked)
+                for replica in held
+            },
+        }
 
 
 def _reuse(

@@ -21,12 +21,12 @@ from typing import NamedTuple
 from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool, protect
 from xinference_xavier.protocol.prefixes import Keeping, Kept, KeptPrefix, check_wanted
+from xinference_xavier.protocol.tracker import GROUP
 
 MAX_MARKS = 1000
 """Marked prompts. Those that were used last stay."""
 _SETTLING = 5.0
 """Seconds for which a prefix stays that no keeper wants any more."""
-_GROUP = slice(-4, None)  # the part of a key that is the number of its KV-cache group
 
 
 class ComputedPrefix(NamedTuple):
@@ -182,7 +182,7 @@ def _leading(keys: Sequence[bytes], share: float) -> Sequence[bytes]:
         return keys
     groups: dict[bytes, list[bytes]] = {}
     for key in keys:
-        groups.setdefault(key[_GROUP], []).append(key)
+        groups.setdefault(key[GROUP], []).append(key)
     return [key for each in groups.values() for key in each[: math.ceil(len(each) * share)]]
 
 
