@@ -46,3 +46,15 @@ def test_the_launch_dialog_names_every_way_of_routing() -> None:
         named = re.search(r"^    routings: {(.*)},$", words, re.MULTILINE)
         assert named is not None
         assert tuple(re.findall(r'(\w+): "', named[1])) == get_args(Routing)
+
+
+@pytest.mark.parametrize("folder", ["page", "dialog"])
+def test_every_text_that_is_shown_exists(folder: str) -> None:
+    """A heading without one would be empty."""
+    shown = {
+        name
+        for script in (FOLDER / folder).glob("*.js")
+        for name in re.findall(r"\b(?:text|language\.words|words\(\))\.(\w+)", script.read_text())
+    } - {"focus", "value"}  # of a field
+    for words in languages(FOLDER / folder / "words.js"):
+        assert shown <= set(re.findall(r"\b(\w+): ", words))
