@@ -93,9 +93,12 @@ def test_scripts_are_checked_against_what_the_server_has(
 @pytest.mark.parametrize(
     ("setting", "browser", "code"),
     [
-        ("zh", "en-US", "zh"),
+        ("zh-TW", "en-US", "zh-TW"),
+        ("ja", "zh-CN", "ja"),
         ("xx", "ja-JP", "en"),
         (None, "zh-CN", "zh"),
+        (None, "zh-HK", "zh-TW"),
+        (None, "zh-Hant-TW", "zh-TW"),
         (None, "ko-KR", "en"),
     ],
 )

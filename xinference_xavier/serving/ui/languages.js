@@ -11,6 +11,7 @@ import { LANGUAGES } from "./constants.js";
  */
 export function languageOf(setting, browser) {
   if (setting !== null) return isLanguage(setting) ? setting : "en";
+  if (/^zh-(hant|tw|hk|mo)/i.test(browser)) return "zh-TW";
   return /^zh/i.test(browser) ? "zh" : "en";
 }
 
