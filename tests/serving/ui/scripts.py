@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ class Scripts:
     """The scripts in `folder`, as a browser loads them."""
 
     def __init__(self, folder: Path) -> None:
+        assert shutil.which("node"), "node is missing: install Node.js 20 or later"
         self._folder = folder
         for path, content in files().items():
             file = folder / path
