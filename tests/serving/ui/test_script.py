@@ -156,6 +156,33 @@ async def test_everything_that_a_page_loads_is_here_and_of_one_version(stage: St
             assert (refused.status_code, "reload the page" in refused.text) == (404, True), gone
 
 
+async def test_the_page_loads_and_asks_only_its_own_server(stage: Stage) -> None:
+    """xinference's own pages keep the policy that they have."""
+    async with httpx.AsyncClient(base_url=stage.plain_address) as client:
+        for path in ("/xavier", "/xavier/"):
+            policy = (await client.get(path, headers=HTML)).headers["content-security-policy"]
+            allowed = dict(directive.split(" ", 1) for directive in policy.split("; "))
+            assert allowed.pop("default-src") == "'none'"
+            loads = {"script-src", "style-src", "connect-src", "img-src"}
+            assert {name: allowed.pop(name) for name in loads} == dict.fromkeys(loads, "'self'")
+            nothing = ("base-uri", "form-action", "frame-ancestors")
+            assert allowed == dict.fromkeys(nothing, "'none'")
+        for path in ("/", "/login", "/v1/models"):
+            answer = await client.get(path, headers=HTML)
+            assert "content-security-policy" not in answer.headers, path
+
+
+def test_nothing_in_the_page_needs_a_laxer_policy() -> None:
+    """No inline script or style, no listener in HTML, no data address, and nothing that evaluates
+    text."""
+    inline = r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=|data:"
+    assert not re.search(inline, page())
+    lax = r"\beval\(|new Function|innerHTML|cssText|style: [`\"'][^`\"']*:"
+    for path, text in files().items():
+        if path.startswith("page/") and path.endswith(".js"):
+            assert not re.search(lax, text.decode()), path
+
+
 @pytest.mark.parametrize("path", [path for path in files() if not path.endswith(".svg")])
 def test_nothing_is_loaded_from_elsewhere(path: str) -> None:
     text = files()[path].decode()
