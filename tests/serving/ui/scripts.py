@@ -27,6 +27,7 @@ class Scripts:
         """What the exported `function` of the script `path` returns, in English."""
         program = f"""
             globalThis.localStorage = {{ getItem: () => "en" }};
+            globalThis.navigator ??= {{ language: "en" }};
             const script = await import({json.dumps(str(self._folder / path))});
             const result = script[{json.dumps(function)}](...{json.dumps(arguments)});
             console.log(JSON.stringify(result));
@@ -38,3 +39,19 @@ class Scripts:
             text=True,
         )
         return json.loads(done.stdout)
+
+
+def text_of(tree: Any) -> str:
+    """What a reader sees of a view."""
+    if not isinstance(tree, dict):
+        return str(tree)
+    return " ".join(map(text_of, tree["children"]))
+
+
+def find(tree: Any, id: str) -> Any:
+    """The part of a view with this id."""
+    if not isinstance(tree, dict):
+        return None
+    if tree["properties"].get("id") == id:
+        return tree
+    return next(filter(None, (find(child, id) for child in tree["children"])), None)

@@ -77,6 +77,8 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
     stage.share(two())
     browser = page()
     browser.wait_text("#live", "Live")
+    assert browser.text("#helps").startswith("Yes: ")
+    assert len(rows(browser, "waits-now")) == len(HITS)
     all_tokens = 2 * sum(HITS.values())
     assert browser.text("#reused") == "50%"
     assert browser.text("#from-remote") == "40,000"

@@ -5,6 +5,7 @@ import { fill } from "../languages.js";
 import { language } from "./settings.js";
 
 const RECENT_REPORTS = 6; // current rates are measured over these
+const RECENT_SECONDS = 300; // "the last 5 minutes" of the words
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 /** @param {number} value */
@@ -227,6 +228,38 @@ export function firstTokensOf(samples) {
     time: sample.time,
     ...bySource((source) => quantile(waitsBetween(minutes[index], sample, source), 0.5)),
   }));
+}
+
+/**
+ * What the last minutes brought: tokens by source, those shared per second, the seconds that
+ * computing these would have taken, and the waits; null before there are two samples. `totals` are
+ * those since the start, whose speed of computing is taken.
+ * @param {Sample[]} samples
+ * @param {Counters} totals
+ */
+export function recentOf(samples, totals) {
+  const from = (samples.at(-1)?.time ?? 0) - RECENT_SECONDS;
+  const inside = samples.filter(({ time }) => time >= from);
+  const steps = inside.slice(1).map((sample, index) => ({ before: inside[index], sample }));
+  if (steps.length === 0) return null;
+  const seconds = steps[steps.length - 1].sample.time - steps[0].before.time;
+  const hits = bySource((source) =>
+    sum(steps.map(({ before, sample }) => increase(sample.hits?.[source], before.hits?.[source]))),
+  );
+  const shared = hits.local_pool + hits.remote;
+  const sharedEver = totals.hits.local_pool + totals.hits.remote;
+  return {
+    hits,
+    shared,
+    rate: shared / seconds,
+    saved: totals.seconds_saved > 0 ? (shared * totals.seconds_saved) / sharedEver : null,
+    waits: bySource((source) => {
+      const counts = [...ANSWER_BOUNDS, Infinity].map((_, bucket) =>
+        sum(steps.map(({ before, sample }) => waitsBetween(before, sample, source)[bucket])),
+      );
+      return { requests: sum(counts), median: quantile(counts, 0.5) };
+    }),
+  };
 }
 
 /**

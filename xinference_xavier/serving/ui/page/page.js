@@ -15,6 +15,7 @@ import {
   linksView,
   outcomesView,
   plotsView,
+  recentView,
   replicasView,
   sourcesView,
   tilesView,
@@ -264,6 +265,7 @@ function modelView(report) {
     h(
       "div",
       { class: state.live ? "stack" : "stack aged", id: "stats" },
+      recentView(report, state.samples),
       tilesView(report, links),
       sourcesView(report),
       firstTokensView(state.samples, widths.firstTokens, cursors, show),

@@ -16,6 +16,7 @@ import {
   percent,
   perMinute,
   ratesOf,
+  recentOf,
   rolledBack,
   sum,
   tokensOf,
@@ -71,6 +72,69 @@ function tile(id, title, big, small) {
 }
 
 /**
+ * Whether sharing helps now.
+ * @param {Report} report
+ * @param {Sample[]} samples
+ */
+export function recentView({ totals }, samples) {
+  const text = language.words;
+  const recent = recentOf(samples, totals);
+  return h(
+    "section",
+    { class: "stack", id: "recent" },
+    h(
+      "div",
+      { class: "head" },
+      h("h2", null, text.helping),
+      h("span", { class: "muted" }, text.recent),
+    ),
+    recent === null ? h("p", { class: "muted" }, text.noSamples) : recentTiles(recent),
+  );
+}
+
+/** @param {NonNullable<ReturnType<typeof recentOf>>} recent */
+function recentTiles({ hits, shared, rate, saved, waits }) {
+  const text = language.words;
+  const { all } = tokensOf(hits);
+  const share = percent(shared, all);
+  const helps = shared > 0 ? fill(text.helps, { percent: share }) : text.helpsNot;
+  const rows = HIT_SOURCES.map((source) =>
+    h(
+      "tr",
+      null,
+      h("th", { scope: "row" }, text[source]),
+      cell(brief(waits[source].median)),
+      cell(count(waits[source].requests)),
+    ),
+  );
+  return [
+    h("p", { id: "helps" }, all > 0 ? helps : text.helpsNobody),
+    h(
+      "div",
+      { class: "tiles" },
+      tile(
+        "shared-now",
+        text.sharedNow,
+        fill(text.perSecond, { count: count(rate) }),
+        fill(text.ofPrompt, { percent: share }),
+      ),
+      tile(
+        "saved-now",
+        text.savedNow,
+        saved === null ? "–" : brief(saved),
+        saved === null ? text.notMeasured : fill(text.byTokens, { count: count(shared) }),
+      ),
+      h(
+        "section",
+        { class: "card" },
+        h("h2", { class: "muted small" }, text.firstTokenNow),
+        table("waits-now", [[text.source], [text.median, true], [text.requests, true]], rows),
+      ),
+    ),
+  ];
+}
+
+/**
  * @param {Report} report
  * @param {Link[]} links
  */
@@ -80,32 +144,37 @@ export function tilesView(report, links) {
   const { all, reused } = tokensOf(hits);
   const rate = bytesPerSecond(sum(links.map((link) => link.rate)));
   return h(
-    "div",
-    { class: "tiles" },
-    tile(
-      "reused",
-      text.reused,
-      percent(reused, all),
-      fill(text.ofTokens, { part: count(reused), all: count(all) }),
-    ),
-    tile(
-      "from-remote",
-      text.fromPeers,
-      count(hits.remote),
-      fill(text.ofPrompt, { percent: percent(hits.remote, all) }),
-    ),
-    tile(
-      "saved",
-      text.saved,
-      count(hits.local_pool + hits.remote),
-      seconds > 0 ? fill(text.savedSeconds, { time: duration(seconds) }) : text.notMeasured,
-    ),
-    tile("received", text.received, bytes(received), fill(text.now, { rate })),
-    tile(
-      "fetches",
-      text.fetches,
-      count(fetches.committed),
-      fill(text.rolledBackCount, { count: count(rolledBack(fetches)) }),
+    "section",
+    { class: "stack" },
+    h("h2", null, text.sinceStart),
+    h(
+      "div",
+      { class: "tiles" },
+      tile(
+        "reused",
+        text.reused,
+        percent(reused, all),
+        fill(text.ofTokens, { part: count(reused), all: count(all) }),
+      ),
+      tile(
+        "from-remote",
+        text.fromPeers,
+        count(hits.remote),
+        fill(text.ofPrompt, { percent: percent(hits.remote, all) }),
+      ),
+      tile(
+        "saved",
+        text.saved,
+        count(hits.local_pool + hits.remote),
+        seconds > 0 ? fill(text.savedSeconds, { time: duration(seconds) }) : text.notMeasured,
+      ),
+      tile("received", text.received, bytes(received), fill(text.now, { rate })),
+      tile(
+        "fetches",
+        text.fetches,
+        count(fetches.committed),
+        fill(text.rolledBackCount, { count: count(rolledBack(fetches)) }),
+      ),
     ),
   );
 }
