@@ -65,11 +65,11 @@ help:
 	@echo "make docs    the documentation, as build/docs/index.html"
 	@echo "make links   whether what the documentation links to elsewhere is there: asks for each, needs a network"
 	@echo "make dist    wheel and sdist in dist/, checked, and tried in clean environments"
-	@echo "make lint    ruff, and who imports whom"
+	@echo "make lint    ruff, and who imports whom; Biome and tsc for the web page"
 	@echo "make types   mypy"
 	@echo "make venv    $(VENV) from the pinned list"
 	@echo "make system  what tests need of Debian: $(DEBIAN)"
-	@echo "make clean   removes what the commands above made, except .venv and .venv-cuda"
+	@echo "make clean   removes what the commands above made, except .venv, .venv-cuda and node_modules"
 
 # As root, and only where something is missing.
 system:
@@ -111,10 +111,18 @@ $(VENV)/.docs: $(VENV)/.complete
 	@$(PIP) --no-deps --requirement <($(call LOCKED,--only-group docs))
 	@touch $@
 
-lint: venv
+# What checks the web page's scripts, with the versions of package-lock.json.
+node_modules/.complete: package.json package-lock.json
+	@command -v npm >/dev/null || { echo "no npm found: install Node.js 20 or later"; exit 1; }
+	@npm ci --no-audit --no-fund --silent
+	@touch $@
+
+lint: venv node_modules/.complete
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	node_modules/.bin/biome check --error-on-warnings
+	node_modules/.bin/tsc
 
 types: venv
 	$(BIN)/mypy

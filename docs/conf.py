@@ -58,6 +58,7 @@ smartquotes = False  # commands are copied from here
 html_theme = "pydata_sphinx_theme"
 html_title = "xinference-xavier"
 templates_path = ["_templates"]
+exclude_patterns = ["upstream"]  # for maintainers, in the repository
 html_static_path = ["_static"]
 html_css_files = ["drawings.css"]
 html_show_sourcelink = False

@@ -49,7 +49,7 @@ RIGHTS = {
     "DELETE /v1/xavier/{model_uid}/prefixes/{name}": READ,
 }
 ADD = "POST /v1/xavier/{model_uid}/prefixes"
-FOR_EVERYBODY = {"/xavier", "/xavier/", "/xavier/launch.js"}
+FOR_EVERYBODY = {"/xavier", "/xavier/", "/xavier/{digest}/{path:path}"}
 BODIES = {
     "PATCH /v1/xavier/{model_uid}": {"enabled": True},
     "PUT /v1/xavier/{model_uid}/weights": {"version": "2"},

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.serving.ui.browser import DESKTOP, Browser, open_browser
+from tests.serving.ui.scripts import Scripts
 from tests.serving.ui.stage import Stage
 
 
@@ -37,3 +38,8 @@ def browser(window: Browser, stage: Stage) -> Iterator[Browser]:
     window.complaints()
     yield window
     window.open("about:blank")  # its page must not post to the next test's stage
+
+
+@pytest.fixture(scope="session")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
+    return Scripts(tmp_path_factory.mktemp("scripts"))

@@ -25,11 +25,13 @@ from tests.serving.ui.reports import (
     routing,
 )
 from tests.serving.ui.stage import TOKEN, Stage
+from xinference_xavier.serving.ui.routes import languages
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import FirstTokens, TrackerStats
 
 pytestmark = pytest.mark.long
 
+LANGUAGES = languages()
 MIB = 1 << 20
 A, B = incarnation(0), incarnation(1)
 
@@ -61,6 +63,12 @@ def rows(browser: Browser, table: str) -> list[str]:
     return browser.find(f"#{table} tbody").text.splitlines()
 
 
+def speak(browser: Browser, code: str) -> None:
+    """As if the language were chosen on a page of xinference in another tab."""
+    browser.remember(app_locale=code)
+    browser.run("dispatchEvent(new StorageEvent('storage'))")
+
+
 # What it shows
 
 
@@ -69,6 +77,8 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
     stage.share(two())
     browser = page()
     browser.wait_text("#live", "Live")
+    assert browser.text("#helps").startswith("Yes: ")
+    assert len(rows(browser, "waits-now")) == len(HITS)
     all_tokens = 2 * sum(HITS.values())
     assert browser.text("#reused") == "50%"
     assert browser.text("#from-remote") == "40,000"
@@ -569,7 +579,7 @@ def test_explanations_that_fail(page: Any, stage: Stage) -> None:
     browser.find("#explain-text").send_keys("What?")
     browser.find("#explain-ask").click()
     browser.wait_text("#explained", "Failed: no tokenizer here")
-    browser.find("#language").click()
+    speak(browser, "zh")
     browser.wait_text("#explained", "操作失败：no tokenizer here")
     stage.may_change = False
     browser.find("#explain-ask").click()
@@ -641,9 +651,8 @@ def test_light_dark_and_chinese_follow_xinference(page: Any, stage: Stage) -> No
     browser.wait(
         lambda: browser.run("return localStorage.theme") == "dark", "the setting is stored"
     )
-    browser.find("#language").click()
+    speak(browser, "zh")
     browser.wait_text("h1", "KV 缓存共享")
-    assert browser.run("return document.documentElement.lang") == "zh"
     browser.screenshot("page-dark")
     browser.open(f"{stage.address}/launch-model/llm")
     browser.wait_text("nav", "启动模型")
@@ -684,7 +693,7 @@ def test_by_keyboard(page: Any, stage: Stage) -> None:
         reached.append(
             browser.run("return document.activeElement.id || document.activeElement.className")
         )
-    order = ["skip", "home", "theme", "language", "enabled", "flush"]
+    order = ["skip", "home", "theme", "enabled", "flush"]
     assert [name for name in reached if name in order] == order
     focused = browser.driver.switch_to.active_element
     stage.share(two(to_b=950 * MIB))
@@ -692,18 +701,15 @@ def test_by_keyboard(page: Any, stage: Stage) -> None:
     assert browser.driver.switch_to.active_element == focused, "new figures leave the focus alone"
 
 
-def test_every_sentence_exists_in_both_languages(page: Any, stage: Stage) -> None:
+@pytest.mark.parametrize("code", LANGUAGES)
+def test_it_speaks_the_language_of_xinferences_pages(page: Any, stage: Stage, code: str) -> None:
+    """It is chosen there; this page only reads it, also when it changes in another tab."""
+    stage.share(two())
     browser = page()
-    browser.find("#empty")
-    missing = browser.run(
-        """
-        const text = document.querySelector("script[type=module]").textContent;
-        const words = new Function(
-          text.slice(0, text.indexOf("const LANGUAGE_KEY")) + "return WORDS;")();
-        const kinds = (language) => Object.entries(words[language])
-          .map(([name, word]) => `${name} ${typeof word}`);
-        return [...kinds("en").filter((name) => !kinds("zh").includes(name)),
-          ...kinds("zh").filter((name) => !kinds("en").includes(name))];
-        """
-    )
-    assert missing == []
+    speak(browser, code)
+    browser.wait_text("h1", LANGUAGES[code]["page"]["title"])
+    assert browser.run("return document.documentElement.lang") == code
+    browser.find("#theme").click()
+    browser.wait_text("#theme", LANGUAGES[code]["page"]["light"])
+    assert browser.run("return localStorage.app_locale") == code
+    assert browser.run("return document.cookie") == ""

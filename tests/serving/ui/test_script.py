@@ -1,9 +1,10 @@
-"""Our script is inserted into xinference's pages, and into nothing else. Our own page works in a
-closed network."""
+"""Our script is inserted into xinference's pages, and into nothing else. All that it and our page
+load comes from here."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,10 +14,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from tests.serving.ui.stage import Stage
-from xinference_xavier.serving.ui.routes import ScriptInPages, dialog_script, page
+from xinference_xavier.serving.ui.routes import ScriptInPages, files, page
 
 HTML = {"accept": "text/html,application/xhtml+xml"}
-TAG = '<script src="/s.js" defer></script>'
+TAG = '<script type="module" src="/s.js"></script>'
 PAGE = "<html><body>é</body></html>"
 
 
@@ -125,17 +126,65 @@ async def test_xinferences_own_pages_get_it_and_can_load_it(stage: Stage) -> Non
     async with httpx.AsyncClient(base_url=stage.plain_address) as client:
         for path in ("/", "/launch-model/llm", "/login", "/no/such/page"):
             text = (await client.get(path, headers=HTML)).text
-            assert text.count('<script src="/xavier/launch.js?') == 1, path
-        source = text.rpartition('<script src="')[2].partition('"')[0]
+            assert text.count('<script type="module" src="/xavier/') == 1, path
+        source = text.rpartition('<script type="module" src="')[2].partition('"')[0]
         found = await client.get(source)
         assert found.headers["content-type"].startswith("text/javascript")
-        assert found.text == dialog_script()
+        assert found.content == files()["dialog/menu.js"]
         for path in ("/xavier", "/xavier/"):
             assert (await client.get(path, headers=HTML)).text == page()
 
 
-def test_our_page_is_a_single_document_that_loads_nothing_from_elsewhere() -> None:
-    text = page()
-    assert "/*" + "script*/" not in text
-    for outside in (" src=", "@import", "url(http", 'href="http', "import ", "//cdn"):
+async def test_everything_that_a_page_loads_is_here_and_of_one_version(stage: Stage) -> None:
+    """A browser keeps it for ever: another version has other addresses."""
+    waiting = re.findall(r'(?:src|href)="([^"]+)"', page())
+    async with httpx.AsyncClient(base_url=stage.plain_address) as client:
+        folder, name = waiting[-1].split("/page/")
+        waiting.append(f"{folder}/dialog/menu.js")
+        loaded: dict[str, str] = {}
+        for address in waiting:
+            answer = await client.get(address)
+            assert answer.status_code == 200, address
+            assert "immutable" in answer.headers["cache-control"]
+            loaded[address] = answer.text
+            imports = re.findall(r'(?:^import [^;]*? from |new URL\()"([^"]+)"', answer.text, re.M)
+            joined = [str(httpx.URL(f"http://x{address}").join(each).path) for each in imports]
+            waiting += [each for each in joined if each not in waiting]
+        assert {address.removeprefix(f"{folder}/") for address in loaded} == files().keys()
+        for gone in (f"/xavier/0000/page/{name}", f"{folder}/page/none.js", f"{folder}/routes.py"):
+            refused = await client.get(gone)
+            assert (refused.status_code, "reload the page" in refused.text) == (404, True), gone
+
+
+async def test_the_page_loads_and_asks_only_its_own_server(stage: Stage) -> None:
+    """xinference's own pages keep the policy that they have."""
+    async with httpx.AsyncClient(base_url=stage.plain_address) as client:
+        for path in ("/xavier", "/xavier/"):
+            policy = (await client.get(path, headers=HTML)).headers["content-security-policy"]
+            allowed = dict(directive.split(" ", 1) for directive in policy.split("; "))
+            assert allowed.pop("default-src") == "'none'"
+            loads = {"script-src", "style-src", "connect-src", "img-src"}
+            assert {name: allowed.pop(name) for name in loads} == dict.fromkeys(loads, "'self'")
+            nothing = ("base-uri", "form-action", "frame-ancestors")
+            assert allowed == dict.fromkeys(nothing, "'none'")
+        for path in ("/", "/login", "/v1/models"):
+            answer = await client.get(path, headers=HTML)
+            assert "content-security-policy" not in answer.headers, path
+
+
+def test_nothing_in_the_page_needs_a_laxer_policy() -> None:
+    """No inline script or style, no listener in HTML, no data address, and nothing that evaluates
+    text."""
+    inline = r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=|data:"
+    assert not re.search(inline, page())
+    lax = r"\beval\(|new Function|innerHTML|cssText|style: [`\"'][^`\"']*:"
+    for path, text in files().items():
+        if path.startswith("page/") and path.endswith(".js"):
+            assert not re.search(lax, text.decode()), path
+
+
+@pytest.mark.parametrize("path", [path for path in files() if not path.endswith(".svg")])
+def test_nothing_is_loaded_from_elsewhere(path: str) -> None:
+    text = files()[path].decode()
+    for outside in ("@import", "url(http", 'href="http', '"//', ' from "http'):
         assert outside not in text, outside

@@ -1,48 +1,114 @@
-"""The page has a sentence for every event, way of routing and reason, in both languages."""
+"""Page and launch dialog have all their texts in each language of xinference's own pages."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
+from tests.serving.ui.scripts import Scripts
 from xinference_xavier.events import Event
-from xinference_xavier.options import Routing
+from xinference_xavier.options import Backend, Routing
 from xinference_xavier.serving.ui import routes
-from xinference_xavier.stats.schema import CHOICES
+from xinference_xavier.stats.schema import CHOICES, HIT_SOURCES, PREFIX_STATES
 
 FOLDER = Path(routes.__file__).parent
-WORDS = FOLDER / "page" / "words.js"
+LANGUAGES = routes.languages()
+ENGLISH = LANGUAGES["en"]
+PAGE = ENGLISH["page"]
 
 
-@pytest.mark.parametrize("event", [kind.__name__ for kind in Event.__subclasses__()])
-def test_every_event_has_a_sentence(event: str) -> None:
-    for words in languages(WORDS):
-        assert re.search(rf"^    {event}: \(e\) =>", words, re.MULTILINE)
+def texts(words: dict[str, Any], above: str = "") -> dict[str, str]:
+    """By path, such as `page.title`."""
+    flat: dict[str, str] = {}
+    for name, word in words.items():
+        flat |= texts(word, f"{above}{name}.") if isinstance(word, dict) else {above + name: word}
+    return flat
 
 
-def languages(file: Path) -> list[str]:
-    """The English words and the Chinese ones."""
-    _, *words = re.split(r"^  (?:en|zh): {$", file.read_text(), flags=re.MULTILINE)
-    assert len(words) == 2
-    return words
+def placeholders(text: str) -> set[str]:
+    return set(re.findall(r"\{(\w+)\}", text))
 
 
-def named(beginning: str, words: str) -> set[str]:
-    return set(re.findall(rf'\b{beginning}_(\w*): "', words))
+@pytest.mark.parametrize("code", LANGUAGES)
+def test_every_language_has_the_same_texts_with_the_same_placeholders(code: str) -> None:
+    english, other = texts(ENGLISH), texts(LANGUAGES[code])
+    assert list(other) == list(english)
+    for name, text in other.items():
+        assert text.strip() == text != "", name
+        assert placeholders(text) == placeholders(english[name]), name
 
 
-def test_every_way_of_routing_and_every_reason_has_a_sentence() -> None:
-    for words in languages(WORDS):
-        assert named("mode", words) == set(get_args(Routing))
-        assert named("how", words) == {*get_args(Routing), ""}
-        assert named("choice", words) == set(CHOICES)
+def named(beginning: str) -> set[str]:
+    return {name.removeprefix(beginning) for name in PAGE if name.startswith(beginning)}
 
 
-def test_the_launch_dialog_names_every_way_of_routing() -> None:
-    for words in languages(FOLDER / "dialog" / "words.js"):
-        named = re.search(r"^    routings: {(.*)},$", words, re.MULTILINE)
-        assert named is not None
-        assert tuple(re.findall(r'(\w+): "', named[1])) == get_args(Routing)
+def test_every_event_has_a_sentence() -> None:
+    events = {kind.__name__ for kind in Event.__subclasses__()}
+    switched = {"SharingSwitched_on", "SharingSwitched_off"}
+    assert (events - {"SharingSwitched"}) | switched == {name for name in PAGE if name[0].isupper()}
+
+
+def test_every_name_of_the_server_has_a_text() -> None:
+    assert named("mode_") == set(get_args(Routing))
+    assert named("how_") == {*get_args(Routing), ""}
+    assert named("choice_") == set(CHOICES)
+    assert named("prefix_") == {*PREFIX_STATES, "cache"}
+    assert PAGE.keys() >= set(HIT_SOURCES)
+    assert tuple(ENGLISH["dialog"]["routings"]) == get_args(Routing)
+    assert tuple(ENGLISH["dialog"]["backends"]) == get_args(Backend)
+
+
+def test_every_text_is_used() -> None:
+    """The compiler sees that every used text exists."""
+    source = "\n".join(path.read_text() for path in FOLDER.rglob("*.js"))
+    by_server = re.compile(r"(how|mode|choice|role|prefix)_|[A-Z]")
+    plots = {"committed", "rolled_back", "bytes"}
+    for part in ("page", "dialog"):
+        for name in texts(ENGLISH[part]):
+            name = name.partition(".")[0]
+            known = by_server.match(name) or name in {*HIT_SOURCES, *plots}
+            assert known or re.search(rf"\b{name}\b", source), name
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Language", tuple(LANGUAGES)),
+        ("Source", HIT_SOURCES),
+        ("Choice", CHOICES),
+        ("Routing", get_args(Routing)),
+    ],
+)
+def test_scripts_are_checked_against_what_the_server_has(
+    name: str, values: tuple[str, ...]
+) -> None:
+    declared = re.search(rf"type {name} = (.*);", (FOLDER / "constants.d.ts").read_text())
+    assert declared is not None
+    assert sorted(re.findall(r'"([^"]+)"', declared[1])) == sorted(values)
+
+
+@pytest.mark.parametrize(
+    ("setting", "browser", "code"),
+    [
+        ("zh-TW", "en-US", "zh-TW"),
+        ("ja", "zh-CN", "ja"),
+        ("xx", "ja-JP", "en"),
+        (None, "zh-CN", "zh"),
+        (None, "zh-HK", "zh-TW"),
+        (None, "zh-Hant-TW", "zh-TW"),
+        (None, "ko-KR", "en"),
+    ],
+)
+def test_the_language_is_that_of_xinferences_pages(
+    scripts: Scripts, setting: str | None, browser: str, code: str
+) -> None:
+    """Without a setting they are in English, except for browsers in Chinese."""
+    assert scripts.call("languages.js", "languageOf", setting, browser) == code
+
+
+def test_placeholders_are_filled(scripts: Scripts) -> None:
+    filled = scripts.call("languages.js", "fill", "{a} of {b}, {a}", {"a": 0, "b": "x"})
+    assert filled == "0 of x, 0"

@@ -1,9 +1,9 @@
-"""Serves our page and script, and adds the script to xinference's own pages.
+"""Serves our page and scripts, and adds a script to xinference's own pages.
 
 xinference's pages are a finished export without an extension point, so the script adds the switch
 and the menu entry in the browser. Only complete, unencoded HTML answers are changed. Everything
-else, above all streams, passes through unchanged and unbuffered. Page and script hold no data, so
-both are public, like xinference's own pages.
+else, above all streams, passes through unchanged and unbuffered. Page and scripts hold no data, so
+they are public, like xinference's own pages.
 """
 
 import functools
@@ -13,6 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any, get_args
 
+from fastapi import HTTPException
 from fastapi.responses import HTMLResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,7 +33,7 @@ class ScriptInPages:
 
     def __init__(self, app: ASGIApp, source: str, except_below: str) -> None:
         self._app = app
-        self._tag = f'<script src="{source}" defer></script>'.encode()
+        self._tag = f'<script type="module" src="{source}"></script>'.encode()
         self._except_below = except_below
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,71 +96,108 @@ def _is_whole_html(start: Message) -> bool:
 logger = logging.getLogger(__name__)
 
 PAGE_PATH = "/xavier/"
-_SCRIPT_PATH = "/xavier/launch.js"
 _FOLDER = Path(__file__).parent
-# In this order: later files use what earlier ones define.
-_PAGE_SCRIPTS = (
-    *("words", "numbers", "dom", "api", "graph", "plots", "views", "state", "routing", "prefixes"),
-    *("explain", "page"),
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
 )
-_ROUTINGS = get_args(Routing)
-_DIALOG_SCRIPTS = ("words", "form", "switch", "menu")
+"""The page's Content-Security-Policy. xinference's menu links to the page and never frames it."""
+_MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def add_pages(context: Any) -> None:
     """`context` is xinference's APIExtensionContext."""
 
     async def get_page() -> HTMLResponse:
-        return HTMLResponse(page(), headers={"cache-control": "no-cache"})
+        headers = {"cache-control": "no-cache", "content-security-policy": POLICY}
+        return HTMLResponse(page(), headers=headers)
 
-    async def get_script() -> Response:
+    async def get_file(digest: str, path: str) -> Response:
+        if digest != _digest() or path not in files():
+            raise HTTPException(404, f"no such file in version {__version__}: reload the page")
         return Response(
-            dialog_script(),
-            media_type="text/javascript",
+            files()[path],
+            media_type=_MEDIA_TYPES[Path(path).suffix],
             headers={"cache-control": "max-age=31536000, immutable"},
         )
 
     # xinference's catch-all route would answer the path without the slash.
     for path in (PAGE_PATH, PAGE_PATH.rstrip("/")):
         context.router.add_api_route(path, get_page, include_in_schema=False)
-    context.router.add_api_route(_SCRIPT_PATH, get_script, include_in_schema=False)
-    digest = hashlib.sha256(dialog_script().encode()).hexdigest()[:16]
+    context.router.add_api_route(
+        PAGE_PATH + "{digest}/{path:path}", get_file, include_in_schema=False
+    )
     context.app.add_middleware(
-        ScriptInPages, source=f"{_SCRIPT_PATH}?{digest}", except_below=PAGE_PATH
+        ScriptInPages, source=f"{_files_path()}/dialog/menu.js", except_below=PAGE_PATH
     )
 
 
 @functools.cache
 def page() -> str:
-    """The page as one document that loads nothing else."""
-    scripts = _scripts(
-        "page",
-        _PAGE_SCRIPTS,
-        HIT_SOURCES=HIT_SOURCES,
-        ROUTINGS=_ROUTINGS,
-        CHOICES=CHOICES,
-        ANSWER_BOUNDS=AnswerSeconds.bounds,
-    )
-    document = _text("page/page.html").replace("/*version*/", __version__)
-    return document.replace("/*style*/", _text("page/style.css")).replace("/*script*/", scripts)
+    """The document that loads everything else from `files`."""
+    document = (_FOLDER / "page" / "page.html").read_text(encoding="utf-8")
+    return document.replace("{version}", __version__).replace("{files}", _files_path())
 
 
 @functools.cache
-def dialog_script() -> str:
-    """The switch and the menu entry, in a scope of their own within xinference's page."""
-    scripts = _scripts(
-        "dialog",
-        _DIALOG_SCRIPTS,
-        BACKENDS=get_args(Backend),
-        DEFAULT_BACKEND=_default_backend(),
-        OWN_OPTIONS=list(PARSERS),
-        TRANSPORTS=list(TRANSPORTS),
-        ROUTINGS=_ROUTINGS,
-        MAX_QUEUE=MAX_QUEUE,
-        UPSTREAM_OPTIONS=sorted(UPSTREAM_OPTIONS),
-        PAGE_PATH=PAGE_PATH,
+def files() -> dict[str, bytes]:
+    """What the page and xinference's pages load, by path. Scripts import each other, so all of
+    them have one digest: a browser never mixes versions."""
+    found = {
+        path.relative_to(_FOLDER).as_posix(): path.read_bytes()
+        for path in sorted(_FOLDER.rglob("*"))
+        if path.suffix in _MEDIA_TYPES
+    }
+    return found | {"constants.js": _constants().encode()}
+
+
+def _files_path() -> str:
+    return PAGE_PATH + _digest()
+
+
+@functools.cache
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for path, content in files().items():
+        digest.update(f"{path} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _constants() -> str:
+    """A module of what the scripts share with the server; `constants.d.ts` declares it."""
+    constants = {
+        "LANGUAGES": languages(),
+        "HIT_SOURCES": HIT_SOURCES,
+        "ROUTINGS": get_args(Routing),
+        "CHOICES": CHOICES,
+        "ANSWER_BOUNDS": AnswerSeconds.bounds,
+        "BACKENDS": get_args(Backend),
+        "DEFAULT_BACKEND": _default_backend(),
+        "OWN_OPTIONS": list(PARSERS),
+        "TRANSPORTS": list(TRANSPORTS),
+        "MAX_QUEUE": MAX_QUEUE,
+        "UPSTREAM_OPTIONS": sorted(UPSTREAM_OPTIONS),
+        "PAGE_PATH": PAGE_PATH,
+    }
+    return "".join(
+        f"export const {name} = {json.dumps(value)};\n" for name, value in constants.items()
     )
-    return f'"use strict";\n(() => {{\n{scripts}}})();\n'
+
+
+def languages() -> dict[str, dict[str, Any]]:
+    """The texts of page and launch dialog, by xinference's name of the language."""
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((_FOLDER / "languages").glob("*.json"))
+    }
 
 
 def _default_backend() -> str:
@@ -168,13 +206,3 @@ def _default_backend() -> str:
     except ConfigError as error:  # which refuses the launch
         logger.warning("%s", error)
         return "extension"
-
-
-def _scripts(folder: str, names: tuple[str, ...], **constants: object) -> str:
-    """The files' text after definitions of `constants`."""
-    lines = [f"const {name} = {json.dumps(value)};" for name, value in constants.items()]
-    return "\n".join([*lines, *(_text(f"{folder}/{name}.js") for name in names)])
-
-
-def _text(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")

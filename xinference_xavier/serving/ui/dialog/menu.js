@@ -1,38 +1,55 @@
 // The entry in xinference's menu, a copy of its neighbour, and the observer of the page.
 
+import { PAGE_PATH } from "../constants.js";
+import { keepSwitches, SEEN, set, switches, words } from "./switch.js";
+
 const NEIGHBOUR = 'nav a[href="/running-model"]';
-const ICON = '<path d="M4 6h6v12H4z"/><path d="M14 6h6v12h-6z"/><path d="M10 9h4"/>'
-  + '<path d="M10 15h4"/>';
+const ICON =
+  '<path d="M4 6h6v12H4z"/><path d="M14 6h6v12h-6z"/><path d="M10 9h4"/><path d="M10 15h4"/>';
 const DELAY = 50; // milliseconds from a change of the page to our look at it
 
 function keepMenuEntry() {
-  const neighbour = document.querySelector(NEIGHBOUR);
+  const neighbour = /** @type {HTMLAnchorElement | null} */ (document.querySelector(NEIGHBOUR));
   if (neighbour === null || !isAlive(neighbour)) return;
-  const old = document.querySelector(`nav a[href="${PAGE_PATH}"]`);
+  const old = entries(document).find((entry) => entry.getAttribute("href") === PAGE_PATH);
   // Entries of the same section other than the current page are plain.
-  const plain = [...neighbour.parentNode.querySelectorAll("a")]
-    .find((entry) => entry !== old && !entry.className.includes("text-primary")) ?? neighbour;
+  const plain =
+    entries(neighbour.parentElement ?? neighbour).find(
+      (entry) => entry !== old && !entry.className.includes("text-primary"),
+    ) ?? neighbour;
   const text = words().menu;
   const narrow = plain.querySelector("span") === null;
-  if (old !== null && old.dataset.look === `${plain.className} ${narrow} ${text}`) return;
+  const look = `${plain.className} ${narrow} ${text}`;
+  if (old?.dataset.look === look) return;
 
-  const entry = plain.cloneNode(true);
+  const entry = /** @type {HTMLAnchorElement} */ (plain.cloneNode(true));
   entry.href = PAGE_PATH;
-  entry.dataset.look = `${plain.className} ${narrow} ${text}`;
+  entry.dataset.look = look;
   entry.removeAttribute("id");
   entry.setAttribute("aria-label", text);
-  if (narrow) entry.title = text;
-  else set(entry.querySelector("span"), text);
+  const title = entry.querySelector("span");
+  if (title === null) entry.title = text;
+  else set(title, text);
   const icon = entry.querySelector("svg");
   if (icon !== null) icon.innerHTML = ICON;
   old?.remove();
   neighbour.after(entry);
 }
 
-// If the server's HTML changes before React takes it over, React draws all of it again.
+/** @param {ParentNode} parent */
+function entries(parent) {
+  return [...parent.querySelectorAll("a")].filter((entry) => entry.closest("nav") !== null);
+}
+
+/**
+ * If the server's HTML changes before React takes it over, React draws all of it again.
+ * @param {Element} element
+ */
 function isAlive(element) {
-  return document.readyState === "complete"
-    && Object.keys(element).some((key) => key.startsWith("__reactProps$"));
+  return (
+    document.readyState === "complete" &&
+    Object.keys(element).some((key) => key.startsWith("__reactProps$"))
+  );
 }
 
 function look() {
@@ -51,20 +68,29 @@ function look() {
 // Records that a launch dialog has a form we do not know; our page mentions it.
 function noteMissing() {
   const dialog = document.querySelector("[role=dialog] form");
-  const isHandled = dialog === null || switches.size > 0 || localStorage.getItem(SEEN) === "failed";
-  if (!isHandled && location.pathname.startsWith("/launch-model")
-      && dialog.querySelector("[name=replica], #replica, input[type=number]") !== null) {
+  const isHandled = switches.size > 0 || localStorage.getItem(SEEN) === "failed";
+  const isLaunch = location.pathname.startsWith("/launch-model");
+  if (
+    dialog?.querySelector("[name=replica], #replica, input[type=number]") &&
+    isLaunch &&
+    !isHandled
+  ) {
     localStorage.setItem(SEEN, "missing");
   }
 }
 
-let waiting = null;
+let waiting = false;
 new MutationObserver(() => {
-  waiting ??= setTimeout(() => {
-    waiting = null;
+  if (waiting) return;
+  waiting = true;
+  setTimeout(() => {
+    waiting = false;
     look();
   }, DELAY);
 }).observe(document.documentElement, {
-  childList: true, subtree: true, attributes: true, attributeFilter: ["lang", "class"],
+  childList: true,
+  subtree: true,
+  attributes: true,
+  attributeFilter: ["lang", "class"],
 });
 look();

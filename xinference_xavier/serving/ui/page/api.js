@@ -3,56 +3,94 @@
 
 const TIMEOUT = 20_000; // milliseconds; for a stream, without any message
 const NO_TOKEN = new Set([null, "", "no_auth"]);
-// A refused token is not sent again: after a few wrong ones, xinference blocks the address, with
-// everyone behind it.
+/** @type {Record<number, Kind>} */
+const KINDS = { 401: "signIn", 403: "forbidden", 404: "absent" };
+/**
+ * A refused token is not sent again: after a few wrong ones, xinference blocks the address, with
+ * everyone behind it.
+ * @type {string | null}
+ */
 let refused = null;
+/** @type {Promise<boolean> | null} */
 let renewing = null;
 
-class Trouble extends Error {
-  // "signIn", "forbidden", "absent" (404), "away" (no valid answer) or "tracker" (the server
-  // answers, but the model's tracker does not).
+/**
+ * "away": no valid answer; "tracker": the server answers, but the model's tracker does not.
+ * @typedef {"signIn" | "forbidden" | "absent" | "away" | "tracker"} Kind
+ * @typedef {{ method?: string, body?: unknown, again?: boolean, signal?: AbortSignal }} Options
+ */
+
+export class Trouble extends Error {
+  /**
+   * @param {Kind} kind
+   * @param {string} message
+   */
   constructor(kind, message) {
     super(message);
     this.kind = kind;
   }
 }
 
+/**
+ * @param {unknown} error
+ * @returns {Trouble}
+ */
+export function troubleOf(error) {
+  if (error instanceof Trouble) return error;
+  return new Trouble("away", error instanceof Error ? error.message : String(error));
+}
+
+/**
+ * @param {string} path
+ * @param {Options} options
+ * @returns {Promise<Response>}
+ */
 async function ask(path, { method = "GET", body, again = true, signal } = {}) {
+  /** @type {Record<string, string>} */
   const headers = {};
   const token = sessionStorage.getItem("token");
   const signedIn = !NO_TOKEN.has(token);
   if (signedIn && token === refused) throw new Trouble("signIn", "");
   if (signedIn) headers.authorization = `Bearer ${token}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  let answer;
-  try {
-    answer = await fetch(path, { method, headers, signal,
-      body: body === undefined ? undefined : JSON.stringify(body) });
-  } catch (error) {
-    throw new Trouble("away", error.message);
-  }
+  const answer = await fetch(path, {
+    method,
+    headers,
+    signal,
+    body: body === undefined ? undefined : JSON.stringify(body),
+  }).catch((error) => {
+    throw troubleOf(error);
+  });
   if (answer.ok) return answer;
   if (answer.status === 401 && signedIn) {
-    if (again && await renewed(token)) return ask(path, { method, body, again: false, signal });
+    if (again && (await renewed(token))) return ask(path, { method, body, again: false, signal });
     refused = token;
   }
-  const kind = { 401: "signIn", 403: "forbidden", 404: "absent" }[answer.status] ?? "away";
-  throw new Trouble(kind, await reasonOf(answer));
+  throw new Trouble(KINDS[answer.status] ?? "away", await reasonOf(answer));
 }
 
-async function askJson(path, options = {}) {
+/**
+ * @param {string} path
+ * @param {Options} options
+ */
+export async function askJson(path, options = {}) {
   const answer = await ask(path, { signal: AbortSignal.timeout(TIMEOUT), ...options });
   try {
     return await answer.json();
   } catch (error) {
-    throw new Trouble("away", error.message);
+    throw troubleOf(error);
   }
 }
 
-// All requests with the same expired token share one renewal: a refresh token is valid once.
+/**
+ * All requests with the same expired token share one renewal: a refresh token is valid once.
+ * @param {string | null} token
+ */
 function renewed(token) {
   if (sessionStorage.getItem("token") !== token) return true;
-  renewing ??= renewToken().finally(() => { renewing = null; });
+  renewing ??= renewToken().finally(() => {
+    renewing = null;
+  });
   return renewing;
 }
 
@@ -61,9 +99,12 @@ async function renewToken() {
   const refresh = sessionStorage.getItem("refresh_token");
   if (NO_TOKEN.has(refresh)) return false;
   try {
-    const answer = await fetch("/v1/auth/refresh", { method: "POST",
+    const answer = await fetch("/v1/auth/refresh", {
+      method: "POST",
       headers: { "content-type": "application/json" },
-      body: JSON.stringify({ refresh_token: refresh }), signal: AbortSignal.timeout(TIMEOUT) });
+      body: JSON.stringify({ refresh_token: refresh }),
+      signal: AbortSignal.timeout(TIMEOUT),
+    });
     if (!answer.ok) return false;
     const { access_token: token, refresh_token: next } = await answer.json();
     if (!token) return false;
@@ -71,10 +112,11 @@ async function renewToken() {
     if (next) sessionStorage.setItem("refresh_token", next);
     return true;
   } catch (error) {
-    throw new Trouble("away", error.message); // the refresh token may still be valid
+    throw troubleOf(error); // the refresh token may still be valid
   }
 }
 
+/** @param {Response} answer */
 async function reasonOf(answer) {
   const text = await answer.text().catch(() => "");
   try {
@@ -85,38 +127,48 @@ async function reasonOf(answer) {
   }
 }
 
-// Calls `receive(event, data)` for each server-sent event; returns at the stream's end. EventSource
-// cannot send the token.
-async function listen(path, receive, signal) {
+/**
+ * Calls `receive(event, data)` for each server-sent event; returns at the stream's end. EventSource
+ * cannot send the token.
+ * @param {string} path
+ * @param {(event: string, data: any) => void} receive
+ * @param {AbortSignal} signal
+ */
+export async function listen(path, receive, signal) {
   const silent = new AbortController();
-  const either = AbortSignal.any([signal, silent.signal]);
-  let timer = setTimeout(() => silent.abort(), TIMEOUT);
+  const stop = () => silent.abort();
+  let timer = setTimeout(stop, TIMEOUT);
   try {
-    const answer = await ask(path, { signal: either });
+    const answer = await ask(path, { signal: AbortSignal.any([signal, silent.signal]) });
+    if (answer.body === null) return;
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
       clearTimeout(timer);
-      timer = setTimeout(() => silent.abort(), TIMEOUT);
+      timer = setTimeout(stop, TIMEOUT);
       const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
-      rest = blocks.pop();
-      blocks.forEach((block) => receiveBlock(block, receive));
+      rest = blocks.pop() ?? "";
+      for (const block of blocks) receiveBlock(block, receive);
     }
   } catch (error) {
-    throw error instanceof Trouble ? error : new Trouble("away", error.message);
+    throw troubleOf(error);
   } finally {
     clearTimeout(timer);
     silent.abort();
   }
 }
 
+/**
+ * @param {string} block
+ * @param {(event: string, data: any) => void} receive
+ */
 function receiveBlock(block, receive) {
   let event = "message";
   const data = [];
   for (const line of block.split("\n")) {
-    const [, name, value] = /^([^:]*):? ?(.*)$/.exec(line);
+    const [, name, value] = /^([^:]*):? ?(.*)$/.exec(line) ?? [];
     if (name === "event") event = value;
     else if (name === "data") data.push(value);
   }

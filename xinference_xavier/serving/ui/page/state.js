@@ -3,21 +3,35 @@
 // The loop asks which models share, then follows the selected one until its stream ends, for
 // whatever reason. The last data stay visible, marked as old, until newer data arrive.
 
+import { fill } from "../languages.js";
+import { askJson, listen, Trouble, troubleOf } from "./api.js";
+import { say } from "./dom.js";
+import { Recent } from "./numbers.js";
+import { language } from "./settings.js";
+import { sentenceOf } from "./views.js";
+
 const API = "/v1/xavier";
 const PAUSES = [1, 2, 5]; // seconds before the next try; the last one repeats
 const LIST_INTERVAL = 10; // seconds
 const MAX_SAMPLES = 360;
 const MAX_EVENTS = 100;
 
-const state = {
-  models: null, // reports of all models that share; null before the first answer
+/**
+ * `models` are the reports of all models that share, null before the first answer; `lost` is the
+ * model that was shown and has ended.
+ * @type {{ models: Report[] | null, recent: Recent, samples: Sample[], events: XavierEvent[],
+ *   live: boolean, trouble: Trouble | null, retryIn: number, lost: string | null,
+ *   notice: string | null }}
+ */
+export const state = {
+  models: null,
   recent: new Recent(),
   samples: [],
   events: [],
   live: false,
   trouble: null,
   retryIn: 0, // seconds
-  lost: null, // the model that was shown and has ended
+  lost: null,
   notice: null,
 };
 let interval = 10; // seconds between two samples
@@ -25,36 +39,73 @@ let ahead = 0; // seconds by which the server's clock is ahead
 let caughtUp = false; // whether further events are new
 let stream = new AbortController();
 let wake = () => {};
+let drawPage = () => {};
+let planned = false;
+
+/**
+ * `drawPage` draws the page after every change.
+ * @param {() => void} drawing
+ */
+export function start(drawing) {
+  drawPage = drawing;
+  show();
+  setInterval(() => {
+    // Failures show in the stream.
+    if (state.live) refreshModels().then(show, () => {});
+  }, LIST_INTERVAL * 1000);
+  return feed();
+}
+
+// Draws the page in the next frame, once for all changes before.
+export function show() {
+  if (planned) return;
+  planned = true;
+  requestAnimationFrame(() => {
+    planned = false;
+    drawPage();
+  });
+}
 
 function now() {
   return Date.now() / 1000 + ahead;
 }
 
-function uidOf(report) {
+/** @param {Report | null} report */
+export function uidOf(report) {
   return report?.model_uid ?? null;
 }
 
-function chosen() {
+export function chosen() {
   const wanted = decodeURIComponent(location.hash.slice(1));
   const uids = (state.models ?? []).map(uidOf);
   return uids.includes(wanted) ? wanted : (uids[0] ?? null);
 }
 
+/** @param {string | null} uid */
 function isHere(uid) {
-  return state.models.some((report) => uidOf(report) === uid);
+  return (state.models ?? []).some((report) => uidOf(report) === uid);
 }
 
-function pathOf(uid, what = "") {
-  return `${API}/${encodeURIComponent(uid)}${what}`;
+/**
+ * @param {string | null} uid
+ * @param {string} what
+ */
+export function pathOf(uid, what = "") {
+  return `${API}/${encodeURIComponent(uid ?? "")}${what}`;
 }
 
 async function refreshModels() {
+  /** @type {{ models: Report[], unavailable?: Record<string, string> }} */
   const { models, unavailable = {} } = await askJson(API);
   state.models = models;
   const [reason] = Object.values(unavailable);
   if (models.length === 0 && reason !== undefined) throw new Trouble("tracker", reason);
 }
 
+/**
+ * @param {string} event
+ * @param {any} data
+ */
 function receive(event, data) {
   if (event === "status") receiveStatus(data);
   else if (event === "history") receiveHistory(data);
@@ -65,27 +116,30 @@ function receive(event, data) {
   show();
 }
 
+/** @param {Report} report */
 function receiveStatus(report) {
   Object.assign(state, { live: true, trouble: null });
   caughtUp = true;
   state.recent.add(report, now());
-  state.models = state.models.map((old) => (uidOf(old) === uidOf(report) ? report : old));
+  state.models = (state.models ?? []).map((old) => (uidOf(old) === uidOf(report) ? report : old));
   // The server sends its samples once; the page takes later ones itself.
   if (now() - (state.samples.at(-1)?.time ?? -Infinity) >= interval) {
     state.samples = [...state.samples, { time: now(), ...report.totals }].slice(-MAX_SAMPLES);
   }
 }
 
-function receiveHistory(history) {
-  interval = history.interval_s;
-  const newest = history.samples.at(-1)?.time;
+/** @param {{ interval_s: number, samples: Sample[] }} history */
+function receiveHistory({ interval_s: seconds, samples }) {
+  interval = seconds;
+  const newest = samples.at(-1)?.time;
   const drift = newest === undefined ? 0 : newest - Date.now() / 1000;
   // A sample may be one interval old; more than that is a difference between clocks.
   ahead = drift > 0 || drift < -2 * interval ? drift : 0;
-  Object.assign(state, { samples: history.samples, events: [], recent: new Recent() });
+  Object.assign(state, { samples, events: [], recent: new Recent() });
   caughtUp = false;
 }
 
+/** @param {XavierEvent} event */
 function receiveEvent(event) {
   state.events = [...state.events, event].slice(-MAX_EVENTS);
   if (caughtUp) say(sentenceOf(state.recent.report, event));
@@ -107,16 +161,12 @@ async function feed() {
       }
       show();
       if (uid !== null) {
-        await listen(pathOf(uid, "/events"), (event, data) => {
+        await follow(uid, () => {
           failures = 0;
-          receive(event, data);
-        }, stream.signal).catch((error) => {
-          // The model has just ended; the next list will not have it.
-          if (error.kind !== "absent") throw error;
         });
       }
     } catch (error) {
-      state.trouble = error instanceof Trouble ? error : new Trouble("away", String(error));
+      state.trouble = troubleOf(error);
     }
     state.live = false;
     if (stream.signal.aborted) {
@@ -124,11 +174,36 @@ async function feed() {
       continue;
     }
     failures += 1;
-    await rest(state.models?.length === 0 ? PAUSES.at(-1) : PAUSES[Math.min(failures, PAUSES.length) - 1]);
+    const pause = state.models?.length === 0 ? undefined : PAUSES[failures - 1];
+    await rest(pause ?? PAUSES[PAUSES.length - 1]);
   }
 }
 
-// Pauses with a visible countdown; `wake` ends it.
+/**
+ * Receives what the model's stream sends, until its end.
+ * @param {string} uid
+ * @param {() => void} heard
+ */
+async function follow(uid, heard) {
+  try {
+    await listen(
+      pathOf(uid, "/events"),
+      (event, data) => {
+        heard();
+        receive(event, data);
+      },
+      stream.signal,
+    );
+  } catch (error) {
+    // Absent: the model has just ended; the next list will not have it.
+    if (troubleOf(error).kind !== "absent") throw error;
+  }
+}
+
+/**
+ * Pauses with a visible countdown; `wake` ends it.
+ * @param {number} seconds
+ */
 async function rest(seconds) {
   for (state.retryIn = seconds; state.retryIn > 0; state.retryIn -= 1) {
     show();
@@ -141,26 +216,27 @@ async function rest(seconds) {
   state.retryIn = 0;
 }
 
-function choose() {
+export function choose() {
   stream.abort();
   wake();
 }
 
-// `what` is a part of the model, such as "/flush"; without one, its settings change.
-async function change(what, body, done) {
-  const uid = chosen();
+/**
+ * `what` is a part of the model, such as "/flush"; without one, its settings change.
+ * @param {string} what
+ * @param {unknown} body
+ * @param {string | null} done
+ */
+export async function change(what, body, done) {
   try {
-    await askJson(pathOf(uid, what), { method: what ? "POST" : "PATCH", body });
+    await askJson(pathOf(chosen(), what), { method: what ? "POST" : "PATCH", body });
     state.notice = done;
   } catch (error) {
     const text = language.words;
-    state.notice = error.kind === "forbidden" ? text.mayNotChange : text.failed(error.message);
+    const { kind, message } = troubleOf(error);
+    state.notice =
+      kind === "forbidden" ? text.mayNotChange : fill(text.failed, { reason: message });
   }
   if (state.notice !== null) say(state.notice);
   show();
 }
-
-setInterval(() => {
-  // Failures show in the stream.
-  if (state.live) refreshModels().then(show, () => {});
-}, LIST_INTERVAL * 1000);
