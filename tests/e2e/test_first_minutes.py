@@ -1,0 +1,122 @@
+"""A person's first minutes, as `docs/start.md` describes them: `pip install` of the wheel beside
+xinference and vLLM, the switch in the web UI, `try`, `doctor` and the page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.local_cluster import LAUNCH_TIMEOUT, LocalCluster
+from tests.e2e.conftest import ROOT
+from tests.matrix.environments import link
+from tests.serving.ui.browser import Browser, open_browser
+from tests.serving.ui.launch_dialog import LaunchDialog
+
+pytestmark = pytest.mark.long
+
+MODEL = "small"
+ON_A_CPU = {"block_size": "128", "tensor_parallel_size": "1"}
+"""What `docs/start.md` adds to a launch."""
+ONLY_INSTALLED = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+"""No program finds the package in the clone."""
+
+
+@pytest.fixture
+def lap(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints how long the step that has just ended took."""
+    last = time.monotonic()
+
+    def lap(step: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        with capsys.disabled():
+            print(f"\n{now - last:6.1f} s  {step}", end="", flush=True)
+        last = now
+
+    return lap
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """What `make dist` builds."""
+    uv = Path(sys.executable).with_name("uv")
+    here = ("--no-build-isolation", "--python", sys.executable)
+    run(uv, "build", "--quiet", "--wheel", *here, "--out-dir", tmp_path / "dist", ROOT)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Of an environment that has xinference and vLLM, but not the extension."""
+    return link(tmp_path / "environment")
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+def run(*words: str | Path) -> str:
+    environment = os.environ | ONLY_INSTALLED
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def launch_by_the_switch(browser: Browser, endpoint: str) -> None:
+    browser.open(f"{endpoint}/launch-model/custom")
+    dialog = LaunchDialog(browser)
+    dialog.open("Launch")
+    dialog.choose("Model Engine", "vLLM")
+    dialog.set_replicas(2)
+    dialog.switch.click()
+    for name, value in ON_A_CPU.items():
+        dialog.add_parameter(name, value)
+    dialog.deploy()
+    browser.wait(
+        lambda: "/running-model" in browser.driver.current_url,
+        "the launch is done and the dialog is closed",
+        LAUNCH_TIMEOUT,
+    )
+
+
+def test_from_pip_install_to_a_remote_hit_on_the_page(
+    wheel: Path,
+    python: Path,
+    model_folder: Path,
+    browser: Browser,
+    lap: Callable[[str], None],
+) -> None:
+    run(python, "-m", "pip", "install", wheel)
+    lap("pip install")
+    log = ROOT / "build" / "test-first-minutes.log"
+    with LocalCluster(log, python=python, environment=ONLY_INSTALLED) as xinference:
+        program = python.with_name("xinference-xavier")
+        endpoint = ("--endpoint", xinference.endpoint)
+        lap("xinference starts")
+
+        xinference.register(model_folder, MODEL)
+        launch_by_the_switch(browser, xinference.endpoint)
+        xinference.wait_ready(MODEL, 2)
+        lap("launched by the switch")
+
+        tried = run(program, "try", MODEL, *endpoint)
+        assert "from: remote" in tried
+        lap("xinference-xavier try")
+
+        run(program, "doctor", *endpoint)
+        lap("xinference-xavier doctor")
+
+        browser.find('nav a[href="/xavier/"]').click()
+        browser.wait_text(".head h2", MODEL)
+        browser.wait(lambda: browser.text("#from-remote") != "0", "the page shows the remote hit")
+        assert not browser.complaints()
+        lap("the page")
