@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -54,9 +55,10 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.replica.canary import ProbeResult, Sketch
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.inspect import Chunker
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, MarkedPrompt
-from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.peer_tier import DiskTier, PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime.host import free_memory_bytes
 
@@ -194,7 +196,9 @@ class XavierSpec(OffloadingSpec):
             }
             reports = self.kv_events_config.enable_kv_cache_events
             pool = Pool(region.rows, records_changes=reports)
-            tier = PeerTier(pool, Mirror(self.config.engine_id))
+            mirror = Mirror(self.config.engine_id)
+            disk = disk_of(self._xavier, region, pool) if shares else None
+            tier = PeerTier(pool, mirror) if disk is None else DiskTier(pool, mirror, disk)
             sketcher = Sketcher(
                 region,
                 pool,
@@ -238,6 +242,7 @@ class XavierSpec(OffloadingSpec):
                 namespace=identity.digest(fingerprint_fields),
                 key_bytes=identity.key_bytes(vllm_config),
                 region=region,
+                disk=disk,
                 cache_rows=note.cache_rows,
                 fingerprint_fields=identity.readable(fingerprint_fields),
                 not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
@@ -262,6 +267,18 @@ def lookup_group(group: GroupOffloadConfig) -> Group:
     if window is not None:
         window += group.is_eagle_group
     return Group(group.tokens_per_chunk, window)
+
+
+def disk_of(config: XavierConfig, region: Region, pool: Pool) -> Disk | None:
+    if config.disk is None or config.disk_bytes is None:
+        return None
+    return Disk(
+        Path(config.disk),
+        config.disk_bytes,
+        model_uid=config.model_uid,
+        region=region,
+        pool=pool,
+    )
 
 
 def serving_of(config: XavierConfig, layout: Layout, row_bytes: int) -> Serving:

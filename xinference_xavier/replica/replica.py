@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import xoscar
@@ -26,10 +27,12 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Pool, Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.load import Drain
 from xinference_xavier.protocol.startup_errors import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.engine import Engine
 from xinference_xavier.replica.event_reporter import EventReporter
@@ -53,6 +56,7 @@ from xinference_xavier.stats.schema import WarmJoinStats
 def take_result(
     result: ProbeResult,
     canary: Canary,
+    disk: Disk | None,
     events: EventReporter,
     flush: Callable[[str | None], int],
 ) -> None:
@@ -63,13 +67,18 @@ def take_result(
         return
     if result.key is not None:
         canary.probed(result.key, result.sketch)
+        if disk is not None:
+            disk.probed(result.key, result.sketch)
         return
     canary.stats.audits += 1
     if result.difference is None:
         return
     canary.stats.failed_audits += 1
     events.audit_failed(result.donor, result.difference)
-    if result.donor is not None:
+    if result.donor == DISK:
+        if disk is not None:
+            disk.distrust(result.difference)
+    elif result.donor is not None:
         canary.distrust(result.donor, result.difference)
     flush(result.donor)
 
@@ -158,6 +167,7 @@ def replica_stats(
     mirror: Mirror,
     canary: Canary,
     warm_join: WarmJoinStats,
+    disk: Disk | None,
     process: TransferProcess,
     hooks: Hooks,
     not_sharing: str | None,
@@ -178,6 +188,7 @@ def replica_stats(
         mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
         comparison=canary.stats,
         warm_join=warm_join,
+        disk=schema.DiskStats() if disk is None else disk.report(),
         hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
         not_sharing=not_sharing,
         refused_posts=refused_posts,
@@ -226,6 +237,7 @@ class Replica:
         namespace: str,
         key_bytes: int,
         region: Region,
+        disk: Disk | None = None,
         cache_rows: int = 0,
         fingerprint_fields: Mapping[str, str] | None = None,
         not_sharing: NotSharing | None = None,
@@ -243,6 +255,7 @@ class Replica:
         self._region = region
         self._cache_rows = cache_rows
         self._pool = tier.pool
+        self._disk = disk
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
         self._host = own_host(config.host, config.tracker_address)
@@ -272,7 +285,9 @@ class Replica:
             events=self._events.pending,
             replica=replica_name(incarnation, config.replica),
         )
-        self._namespace = SharedNamespace(namespace, self._client.change_namespace)
+        self._namespace = SharedNamespace(namespace, self._move)
+        if self._disk is not None and not not_sharing:
+            self._disk.move(self._namespace.lasting)
         self.canary = Canary(
             incarnation,
             engine.sketch if engine.comparable else None,
@@ -289,6 +304,7 @@ class Replica:
             namespace=self._namespace,
             mirror=self.mirror,
             canary=self.canary,
+            disk=self._disk,
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
@@ -311,7 +327,7 @@ class Replica:
         self.kept = KeptPrefixes(
             self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
         )
-        self.recent = RecentPrompts(self._pool, engine.take_finished, self.kept.prompts)
+        self.recent = RecentPrompts(self._pool, self._take_finished, self.kept.prompts)
         self.hand_over = HandOver(
             incarnation=incarnation,
             key_bytes=key_bytes,
@@ -367,14 +383,28 @@ class Replica:
                 self._housekeep(),
                 self.warm_join.run(),
                 self._departures.close_late_links(),
+                *([] if self._disk is None else [self._disk.run()]),
             )
         ]
         scope.undo(self._end, background)
         self.tier.open(self._background)
         return background
 
+    def _take_finished(self) -> list[Sequence[bytes]]:
+        finished = [*self._engine.take_finished()]
+        if self._disk is not None:
+            self._disk.used(chain.from_iterable(finished))
+        return finished
+
+    async def _move(self, namespace: str) -> None:
+        if self._disk is not None:
+            self._disk.move(self._namespace.lasting)
+        await self._client.change_namespace(namespace)
+
     async def _end(self, background: list[asyncio.Task[None]]) -> None:
         self.tier.close()
+        if self._disk is not None:
+            self._disk.close()
         for task in background:
             task.cancel()
         for result in await asyncio.gather(*background, return_exceptions=True):
@@ -401,8 +431,10 @@ class Replica:
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
             self.kept.collect()
+            if self._disk is not None:
+                self._disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self._engine.work_on_probes():
-                take_result(result, self.canary, self._events, self.flush)
+                take_result(result, self.canary, self._disk, self._events, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> NotSharing | None:
@@ -428,12 +460,15 @@ class Replica:
     def grant(self, request: GrantRequest) -> Grant:
         """Raises GrantRefusedError, LinkError."""
         shares = self.tier.sharing and self.mirror.enabled
-        return self.donor.grant(
+        grant = self.donor.grant(
             request,
             namespace=self._namespace.current if shares else None,
             sequence=self._client.publisher.last_sequence,
             trusts=self.canary.trusts,
         )
+        if self._disk is not None:
+            self._disk.used(request.keys[: len(grant.checksums)])
+        return grant
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""
@@ -480,6 +515,7 @@ class Replica:
                 mirror=self.mirror,
                 canary=self.canary,
                 warm_join=self.warm_join.stats,
+                disk=self._disk,
                 process=self._process,
                 hooks=self._events.hooks,
                 not_sharing=self._not_sharing(),
