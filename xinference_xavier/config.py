@@ -72,8 +72,8 @@ class XavierConfig:
     ``chunk_tokens`` None stands for 128, rounded up to the model's block size. Only the engine
     knows both. With ``min_fetch_tokens`` None the engine measures whether a run of
     ``least_fetch_tokens`` or more is worth a fetch. ``disk`` is a folder of the replica's host:
-    rows take at most ``disk_bytes`` there. ``roles`` are those of the launch's replicas, ``role`` is
-    this one's. ``replica`` is the replica's name
+    rows take at most ``disk_bytes`` there, with None a tenth of its file system. ``roles`` are
+    those of the launch's replicas, ``role`` is this one's. ``replica`` is the replica's name
     without xinference. ``from_environment`` are the fields whose values are the cluster's defaults.
     """
 
@@ -223,9 +223,6 @@ def parse_options(
         if environment.get(variable := _variable(plain)) and plain not in options
     }
     fields = {plain.removeprefix(_PREFIX): value for plain, value in (defaults | options).items()}
-    if fields.get("disk") and not fields.get("disk_bytes"):
-        remedy = "add xavier_disk_bytes, such as 100GiB: what it may take there on each host"
-        raise ConfigError("xavier_disk", fields["disk"], "has no limit", remedy)
     if defaults:
         fields["from_environment"] = tuple(plain.removeprefix(_PREFIX) for plain in defaults)
     return fields

@@ -31,6 +31,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xinference_xavier.pool.region import checksum
+
 _VERSION = 1
 _INDEX, _ROWS, _LOCK = "index.db", "rows", "lock"
 _SCHEMA = """
@@ -129,14 +131,14 @@ class Store:
             "SELECT slot, key, checksum, revision FROM slots WHERE revision > ? ORDER BY revision",
             (self._revision,),
         )
-        for slot, key, checksum, revision in changed:
+        for slot, key, digest, revision in changed:
             self._revision = revision
             old = self._keys.pop(slot, None)
             if old is not None and self.index[old].slot == slot:
                 del self.index[old]
             if key is not None:
                 self._keys[slot] = key
-                self.index[key] = Place(slot, int.from_bytes(checksum))
+                self.index[key] = Place(slot, int.from_bytes(digest))
 
     def reserve(self, count: int) -> list[int]:
         """Slots that only the caller may write to: never used ones, then those that were used least
@@ -161,11 +163,11 @@ class Store:
         """Enter (slot, key, checksum) of what has been written. A chunk that somebody else has
         entered meanwhile is left out."""
         with self._transaction() as (execute, revision):
-            for slot, key, checksum in entries:
+            for slot, key, digest in entries:
                 execute(
                     "UPDATE OR IGNORE slots SET key = ?, checksum = ?, used = ?, revision = ?"
                     " WHERE slot = ? AND key IS NULL",
-                    (key, checksum.to_bytes(8), self._clock(), revision, slot),
+                    (key, digest.to_bytes(8), self._clock(), revision, slot),
                 )
                 execute("UPDATE slots SET used = 0 WHERE slot = ? AND key IS NULL", (slot,))
 
@@ -309,6 +311,32 @@ def summaries(parent: Path) -> list[Summary]:
         size = (folder / _ROWS).stat().st_blocks * 512
         found.append(Summary(folder, notes, rows, size, _last_use(folder)))
     return sorted(found, key=lambda each: each.used, reverse=True)
+
+
+class Checked(NamedTuple):
+    right: int
+    wrong: int
+
+
+def check(folder: Path, row_bytes: int) -> Checked:
+    """Read all rows of a store. Raises OSError, sqlite3.Error."""
+    connection = _connect(folder)
+    rows = _open_rows(folder / _ROWS)
+    right = 0
+    try:
+        entries = connection.execute(
+            "SELECT slot, key, checksum FROM slots WHERE key IS NOT NULL"
+        ).fetchall()
+        with mmap.mmap(-1, row_bytes) as row:
+            for slot, key, expected in entries:
+                complete = os.preadv(rows, [row], slot * row_bytes) == row_bytes
+                view = memoryview(row)
+                right += complete and checksum(view, key) == int.from_bytes(expected)
+                view.release()
+    finally:
+        os.close(rows)
+        connection.close()
+    return Checked(right, len(entries) - right)
 
 
 def remove(folder: Path) -> None:

@@ -230,11 +230,6 @@ BASIC = {
     ),
 }
 EXPERT = {
-    "xavier_disk": Option(
-        Annotated[str, BeforeValidator(_folder)],
-        "name a folder on a local disk of each worker, such as /var/cache/xavier",
-    ),
-    "xavier_disk_bytes": _SIZE_OPTION,
     "xavier_chunk_tokens": Option(
         Annotated[_Whole, Field(gt=0)],
         "use a positive multiple of the model's block size, such as 128",
@@ -264,6 +259,11 @@ EXPERT = {
     "xavier_drain": _range(
         0, MAX_DRAIN, f"use seconds from 0 (off) to {MAX_DRAIN:g}, such as {DEFAULT_DRAIN:g}"
     ),
+    "xavier_disk": Option(
+        Annotated[str, BeforeValidator(_folder)],
+        "name a folder on a local disk of each worker, such as /var/cache/xavier",
+    ),
+    "xavier_disk_bytes": _SIZE_OPTION,
     "xavier_audit": _SWITCH,
     "xavier_hooks": Option(
         Annotated[str, BeforeValidator(_function)], "name one as module:function"

@@ -18,6 +18,7 @@ from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.replica import SharingLog, replica_stats, take_result
 from xinference_xavier.stats.schema import (
     ComparisonStats,
+    DiskStats,
     FetchStats,
     GrantStats,
     Hits,
@@ -147,7 +148,7 @@ def test_what_follows_from_a_probe(
     result: ProbeResult, told: list[Any], counts: ComparisonStats
 ) -> None:
     recorder: Any = Recorder()
-    take_result(result, recorder, recorder, recorder.flush)
+    take_result(result, recorder, None, recorder, recorder.flush)
     assert recorder.told == told
     assert recorder.stats == counts
 
@@ -175,6 +176,7 @@ def stats(counts: FetchCounts) -> ReplicaStats:
         mirror=Mirror(),  # type: ignore[arg-type]
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),  # type: ignore[arg-type]
         warm_join=WarmJoinStats(20, 1.5, 21),
+        disk=SimpleNamespace(report=lambda: DiskStats("/disk", "open", "", 26, 27, 28, 29)),  # type: ignore[arg-type]
         process=SimpleNamespace(pid=11, starts=3, failed_calls=12),  # type: ignore[arg-type]
         hooks=SimpleNamespace(failed=13, dropped=14),  # type: ignore[arg-type]
         not_sharing="no peers",
@@ -202,6 +204,7 @@ def test_every_count_is_reported() -> None:
         mirror=MirrorStats(8, 9),
         comparison=ComparisonStats(16, 17, 18, 19),
         warm_join=WarmJoinStats(20, 1.5, 21),
+        disk=DiskStats("/disk", "open", "", 26, 27, 28, 29),
         hooks=HookStats(13, 14),
         not_sharing="no peers",
         refused_posts=15,

@@ -197,7 +197,10 @@ class XavierSpec(OffloadingSpec):
             reports = self.kv_events_config.enable_kv_cache_events
             pool = Pool(region.rows, records_changes=reports)
             mirror = Mirror(self.config.engine_id)
-            disk = disk_of(self._xavier, region, pool) if shares else None
+            disk = None
+            if self._xavier.disk is not None and shares:
+                limit = self._xavier.disk_bytes
+                disk = Disk(Path(self._xavier.disk), limit, self._xavier.model_uid, region, pool)
             tier = PeerTier(pool, mirror) if disk is None else DiskTier(pool, mirror, disk)
             sketcher = Sketcher(
                 region,
@@ -267,18 +270,6 @@ def lookup_group(group: GroupOffloadConfig) -> Group:
     if window is not None:
         window += group.is_eagle_group
     return Group(group.tokens_per_chunk, window)
-
-
-def disk_of(config: XavierConfig, region: Region, pool: Pool) -> Disk | None:
-    if config.disk is None or config.disk_bytes is None:
-        return None
-    return Disk(
-        Path(config.disk),
-        config.disk_bytes,
-        model_uid=config.model_uid,
-        region=region,
-        pool=pool,
-    )
 
 
 def serving_of(config: XavierConfig, layout: Layout, row_bytes: int) -> Serving:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import sqlite3
 import time
 from collections import OrderedDict
@@ -54,6 +55,7 @@ _CLEAN_UP = 3600.0  # seconds
 _BATCH = 16  # rows that are pinned and written at a time
 _READERS = 4
 _MAX_WAITING = 1024  # rows to be read
+_SHARE = 10  # the file system is so many times as large as the store, by default
 
 
 class DiskState(Enum):
@@ -66,14 +68,15 @@ class DiskState(Enum):
 
 
 class Disk:
-    """A store of at most `max_bytes` below `parent`, for the rows of `region`."""
+    """A store of at most `max_bytes` below `parent`, for the rows of `region`. None stands for a
+    tenth of the file system."""
 
     def __init__(
-        self, parent: Path, max_bytes: int, *, model_uid: str, region: Region, pool: Pool
+        self, parent: Path, max_bytes: int | None, model_uid: str, region: Region, pool: Pool
     ) -> None:
         self.index: Mapping[bytes, Place] = {}  # of what can be read
         self.state = DiskState.CLOSED
-        self.stats = DiskStats(folder=str(parent), limit_bytes=max_bytes)
+        self.stats = DiskStats(folder=str(parent))
         self._parent = parent
         self._max_bytes = max_bytes
         self._model_uid = model_uid
@@ -300,8 +303,11 @@ class Disk:
         if time.monotonic() >= self._clean_up_at:
             self._clean_up_at = time.monotonic() + _CLEAN_UP
             disk.remove_unused(self._parent, time.time())
+        self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        limit = self._max_bytes or shutil.disk_usage(self._parent).total // _SHARE
         folder = disk.folder_of(self._parent, namespace, self._region.row_bytes)
-        store = Store(folder, self._region.row_bytes, self._max_bytes)
+        store = Store(folder, self._region.row_bytes, limit)
+        self.stats.limit_bytes = limit
         store.note("model", self._model_uid)
         store.note("namespace", namespace)
         store.note("row_bytes", self._region.row_bytes)

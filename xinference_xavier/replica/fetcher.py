@@ -90,8 +90,8 @@ class PeerFetch(Fetch):
 @dataclass
 class FetchCounts:
     fetches: ReplicaFetches = field(default_factory=ReplicaFetches)
-    rows: int = 0
-    in_flight: Counter[str] = field(default_factory=Counter)  # rows by donor
+    rows: int = 0  # from peers
+    in_flight: Counter[str] = field(default_factory=Counter)  # rows by source
     received: Counter[str] = field(default_factory=Counter)  # rows by donor that is still a member
 
 
@@ -282,7 +282,8 @@ class Fetcher:
         fetch.committed = [
             row for row, checksum in verified if self._pool.commit(row, checksum, pins=1)
         ]
-        self.counts.rows += len(fetch.committed)
+        if fetch.source != DISK:
+            self.counts.rows += len(fetch.committed)
         if fetch.source in self._donors:
             self.counts.received[fetch.source] += len(fetch.committed)
         self._arrived(fetch.committed)
