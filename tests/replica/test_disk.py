@@ -1,4 +1,4 @@
-"""A replica saves what is used again on the host's disk, and reads it from there after a restart."""
+"""A replica saves what is used again on the disk of its host, and finds it after a restart."""
 
 from __future__ import annotations
 
