@@ -142,6 +142,16 @@ async def test_a_named_prefix_is_saved_at_once(tmp_path: Path) -> None:
         await replica.until(lambda: set(keys) <= replica.disk.index.keys())
 
 
+async def test_what_waits_for_a_disk_that_is_not_open_is_bounded(tmp_path: Path) -> None:
+    async with life(tmp_path, canary=None) as replica:
+        for _ in range(10):
+            keys = fresh_keys(5 * ROWS)
+            replica.disk.used(keys)
+            replica.disk.used(keys)
+        assert len(replica.disk._wanted) == ROWS
+        assert len(replica.disk._once) == 4 * ROWS
+
+
 async def test_only_what_the_engine_has_computed_is_saved(tmp_path: Path) -> None:
     """The peer that it came from may turn out to compute differently."""
     copied, own = fresh_keys(2)

@@ -53,7 +53,9 @@ _RETRY = 30.0  # seconds after a failure
 _HANGS = 10.0  # seconds
 _CLEAN_UP = 3600.0  # seconds
 _BATCH = 16  # rows that are pinned and written at a time
-_READERS = 4
+READERS = 4
+"""Threads that read."""
+_REMEMBERED = 4  # chunks that were used once, for each row of the pool
 _MAX_WAITING = 1024  # rows to be read
 _SHARE = 10  # the file system is so many times as large as the store, by default
 
@@ -92,7 +94,7 @@ class Disk:
         self._open_at = self._save_at = self._clean_up_at = 0.0
         self._news = asyncio.Event()
         self._thread = DaemonThreads(1, "xavier-disk")
-        self._readers = DaemonThreads(_READERS, "xavier-disk-read")
+        self._readers = DaemonThreads(READERS, "xavier-disk-read")
         self._log = RateLimitedLog(logger)
 
     # -- told by the replica --------------------------------------------------------------------
@@ -114,19 +116,25 @@ class Disk:
 
     def used(self, keys: Iterable[bytes]) -> None:
         """A request, or a peer, had these chunks."""
+        again = []
         for key in keys:
             if key in self.index:
                 self._touched.add(key)
             elif key in self._once:
-                self._wanted[key] = None
+                again.append(key)
             else:
                 self._once[key] = None
-        while len(self._once) > 4 * self._pool.slots:
+        while len(self._once) > _REMEMBERED * self._pool.slots:
             self._once.popitem(last=False)
+        self.keep(again)
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """A named prefix has these chunks."""
+        """Save these chunks, such as those of a named prefix."""
         self._wanted.update((key, None) for key in keys if key not in self.index)
+        for key in [*islice(self._wanted, max(0, len(self._wanted) - self._pool.slots))]:
+            del self._wanted[key]  # there is no room for it in the pool
+        if self._wanted:
+            self._news.set()
 
     def distrust(self, found: Difference) -> None:
         """A row of the store differs from what the engine computes."""
