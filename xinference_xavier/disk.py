@@ -26,8 +26,8 @@ import shutil
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,19 +88,34 @@ class Store:
         self._clock = clock
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder):
-            try:
-                self._connection = _connect(folder)
-                self._shrink()
-            except sqlite3.DatabaseError as error:
-                if not is_damage(error):
-                    raise
-                discard(folder)
-                self._connection = _connect(folder)
+            self._connection = self._whole_index()
             self._inode = (folder / _INDEX).stat().st_ino
             self._rows = _open_rows(folder / _ROWS)
         # Not in `close`: another thread may be reading.
         weakref.finalize(self, os.close, self._rows)
-        self.refresh()
+        try:
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    def _whole_index(self) -> sqlite3.Connection:
+        """The index without what is beyond the limit, which may have been higher; a new one if it
+        is damaged."""
+        try:
+            connection = _connect(self.folder)
+            with _closing_on_error(connection):
+                connection.execute("DELETE FROM slots WHERE slot >= ?", (self.slots,))
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            discard(self.folder)
+            return _connect(self.folder)
+        with suppress(FileNotFoundError):
+            rows = self.folder / _ROWS
+            if rows.stat().st_size > self.slots * self.row_bytes:
+                os.truncate(rows, self.slots * self.row_bytes)
+        return connection
 
     def close(self) -> None:
         """`read` and `write` calls that are under way go on."""
@@ -210,15 +225,6 @@ class Store:
                 execute("ROLLBACK")
             raise
 
-    def _shrink(self) -> None:
-        """Remove what is beyond the limit, which may have been higher."""
-        with self._connection as connection:
-            connection.execute("DELETE FROM slots WHERE slot >= ?", (self.slots,))
-        with suppress(FileNotFoundError):
-            rows = self.folder / _ROWS
-            if rows.stat().st_size > self.slots * self.row_bytes:
-                os.truncate(rows, self.slots * self.row_bytes)
-
     def _check_inode(self) -> None:
         with suppress(FileNotFoundError):
             if (self.folder / _INDEX).stat().st_ino == self._inode:
@@ -255,7 +261,7 @@ def _connect(folder: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(
         file, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
     )
-    try:
+    with _closing_on_error(connection):
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -263,10 +269,16 @@ def _connect(folder: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"{file} has version {version}, not {_VERSION}")
         connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
         connection.execute(f"PRAGMA user_version = {_VERSION}")
+    return connection
+
+
+@contextmanager
+def _closing_on_error(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         connection.close()
         raise
-    return connection
 
 
 def _open_rows(file: Path) -> int:
@@ -288,29 +300,32 @@ def _open_rows(file: Path) -> int:
 
 
 class Summary(NamedTuple):
-    """What a store has, and when it was last `used`, in seconds since the epoch."""
+    """What a store has, and when it was last `used`, in seconds since the epoch. One with a
+    `problem` is begun anew by the next replica that opens it."""
 
     folder: Path
-    notes: dict[str, Any]
-    rows: int
     bytes: int
     used: float
+    notes: Mapping[str, Any] = {}
+    rows: int = 0
+    problem: str = ""
 
 
 def summaries(parent: Path) -> list[Summary]:
-    """The stores below `parent`, the one used last first. Raises OSError, sqlite3.Error."""
-    found = []
-    for folder in _folders(parent):
-        connection = sqlite3.connect(f"file:{folder / _INDEX}?mode=ro", uri=True, timeout=_PATIENCE)
-        try:
+    """The stores below `parent`, the one used last first. Raises OSError."""
+    return sorted(map(_summary, _folders(parent)), key=lambda each: each.used, reverse=True)
+
+
+def _summary(folder: Path) -> Summary:
+    size = (folder / _ROWS).stat().st_blocks * 512
+    found = Summary(folder, size, _last_use(folder))
+    try:
+        with closing(_connect(folder)) as connection:
             notes = dict(connection.execute("SELECT name, value FROM notes"))
             (rows,) = connection.execute("SELECT count(key) FROM slots").fetchone()
-        finally:
-            connection.close()
-        notes = {name: json.loads(value) for name, value in notes.items()}
-        size = (folder / _ROWS).stat().st_blocks * 512
-        found.append(Summary(folder, notes, rows, size, _last_use(folder)))
-    return sorted(found, key=lambda each: each.used, reverse=True)
+    except sqlite3.Error as error:
+        return found._replace(problem=str(error))
+    return found._replace(rows=rows, notes={name: json.loads(notes[name]) for name in notes})
 
 
 class Checked(NamedTuple):
@@ -320,13 +335,13 @@ class Checked(NamedTuple):
 
 def check(folder: Path, row_bytes: int) -> Checked:
     """Read all rows of a store. Raises OSError, sqlite3.Error."""
-    connection = _connect(folder)
-    rows = _open_rows(folder / _ROWS)
-    right = 0
-    try:
+    with closing(_connect(folder)) as connection:
         entries = connection.execute(
             "SELECT slot, key, checksum FROM slots WHERE key IS NOT NULL"
         ).fetchall()
+    rows = _open_rows(folder / _ROWS)
+    right = 0
+    try:
         with mmap.mmap(-1, row_bytes) as row:
             for slot, key, expected in entries:
                 complete = os.preadv(rows, [row], slot * row_bytes) == row_bytes
@@ -335,7 +350,6 @@ def check(folder: Path, row_bytes: int) -> Checked:
                 view.release()
     finally:
         os.close(rows)
-        connection.close()
     return Checked(right, len(entries) - right)
 
 

@@ -67,8 +67,18 @@ def test_stores_are_removed(tmp_path: Path, options: list[str], left: list[str])
     ]
 
 
-def test_a_store_that_cannot_be_read_is_said_in_a_sentence(tmp_path: Path) -> None:
-    (saved(tmp_path, "qwen", 1) / "index.db").write_bytes(b"no database")
+def test_a_damaged_store_is_shown_and_can_be_removed(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen", 1)
+    (folder / "index.db").write_bytes(b"no database")
+    assert "file is not a database" in run("ls", str(tmp_path)).output
+    checked = run("check", str(tmp_path))
+    assert checked.output.startswith(f"{folder.name}: file is not a database\n")
+    assert checked.exit_code == 1
+    assert run("clear", str(tmp_path)).output.startswith("1 of 1 stores removed")
+
+
+def test_a_folder_that_cannot_be_read_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (saved(tmp_path, "qwen", 1) / "rows").unlink()
     listed = run("ls", str(tmp_path))
     assert listed.exit_code == 1
-    assert listed.output == f"Error: {tmp_path} cannot be read: file is not a database\n"
+    assert listed.output.startswith(f"Error: {tmp_path} cannot be read: [Errno 2]")

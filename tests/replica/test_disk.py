@@ -206,11 +206,11 @@ async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) 
     keys = fresh_keys(2)
     async with life(tmp_path) as replica:
         await replica.save(keys)
+        replica.disk.reset()
         await replica.namespace.isolate()
         assert not replica.disk.index
         replica.disk.probed(b"canary", OTHER)
         assert await replica.namespace.rejoin("2")
-        replica.disk.probed(b"canary", OTHER)
         await replica.until(lambda: replica.disk.state is DiskState.OPEN)
         assert not replica.disk.index, "the new weights have a store of their own"
     assert len(summaries(tmp_path)) == 2

@@ -52,11 +52,15 @@ def check(folder: Path) -> None:
     """Read all rows, and verify their checksums. Replicas may go on meanwhile."""
     wrong = 0
     for summary in stores.summaries(folder):
+        if summary.problem:
+            wrong += 1
+            click.echo(f"{summary.folder.name}: {summary.problem}")
+            continue
         checked = stores.check(summary.folder, summary.notes["row_bytes"])
         wrong += checked.wrong
         click.echo(f"{summary.folder.name}: {checked.right:,} right, {checked.wrong:,} wrong")
     if wrong:
-        click.echo("Replicas find the wrong ones themselves and never use them.")
+        click.echo("Replicas find what is wrong themselves and never use it.")
     sys.exit(1 if wrong else 0)
 
 

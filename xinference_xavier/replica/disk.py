@@ -102,11 +102,15 @@ class Disk:
     def move(self, namespace: str | None) -> None:
         """Change to the store of another namespace; None: to none."""
         self._namespace = namespace
-        self._sketches.clear()
         self._once.clear()
         self._wanted.clear()
         self._close()
         self._open_at = 0.0
+
+    def reset(self) -> None:
+        """The engine's weights may have changed, and what it computes."""
+        self.move(None)
+        self._sketches.clear()
 
     def probed(self, key: bytes, sketch: Sketch) -> None:
         """The engine has computed a canary's chunk, or some groups of it."""
@@ -199,12 +203,13 @@ class Disk:
 
     def _reason(self, outcome: str | BaseException | None, place: tuple[Row, Place]) -> str | None:
         """Why a row was not read; None if it was."""
-        if isinstance(outcome, Exception):
-            self._failed(outcome)
-            return "disk"
-        if outcome is not None:
-            self._void.append((place[0].key, place[1].slot))
-        return outcome if isinstance(outcome, str) else None
+        if outcome is None:
+            return None
+        self._void.append((place[0].key, place[1].slot))
+        if isinstance(outcome, str):
+            return outcome
+        self._failed(outcome)
+        return "disk"
 
     def _read_row(self, store: Store, row: Row, place: Place) -> str | None:
         """Why it is not the chunk's row; None if it is. Raises OSError."""
@@ -224,9 +229,10 @@ class Disk:
                 await self._work()
             except (OSError, sqlite3.Error) as error:
                 self._failed(error)
-                if disk.is_damage(error) and self._store is not None:
-                    await self._call(disk.discard, self._store.folder)
+                damaged = self._store if disk.is_damage(error) else None
                 self._close()
+                if damaged is not None:
+                    await self._call(disk.discard, damaged.folder)
 
     async def _work(self) -> None:
         now, namespace = time.monotonic(), self._namespace
@@ -236,6 +242,7 @@ class Disk:
             self._open_at = now + _RETRY
             store = await self._call(self._open, namespace)
             if namespace != self._namespace:  # it has changed meanwhile
+                await self._call(store.close)
                 return
             self._store, self.state, self.stats.problem = store, DiskState.COMPARING, ""
         store = self._store
@@ -289,7 +296,7 @@ class Disk:
             self._failed(TimeoutError(f"no answer within {_HANGS:g} s"))
         return await calling
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self.stats.failures += 1
         self.stats.problem = f"{type(error).__name__}: {error}"
         self._log.warn(
@@ -297,9 +304,10 @@ class Disk:
         )
 
     def _close(self) -> None:
-        """Other threads may be at work in the store, which ends with its last user."""
-        self.index = {}
-        self._store = None
+        """Calls to the store that are under way go on."""
+        if self._store is not None:
+            self._thread.submit(self._store.close)
+        self.index, self._store = {}, None
         self._touched.clear()
         self._void.clear()
         self.state = DiskState.CLOSED

@@ -262,6 +262,11 @@ class DiskTier(PeerTier):
         """What can be read from the disk now."""
         return self.disk.index if self.sharing and self.mirror.enabled else {}
 
+    def reset(self) -> None:
+        if (background := self._background) is not None:
+            background.post(self.disk.reset)
+        super().reset()
+
     def _holders(self, key: bytes) -> int:
         peers = self.mirror.usable_set(key)
         if peers and not super().ready:
