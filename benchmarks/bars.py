@@ -117,6 +117,10 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("at once: tokens computed ÷ tokens of the prompt", 1.2, _at_once("computed")),
         Bar("at once: last answer ÷ alone", 1.2, _at_once("slowest/alone")),
     ),
+    "disk": (
+        Bar("write ÷ direct", 0.7, lambda part: {"": part["rows"]["write/direct"]["median"]}, True),
+        Bar("read ÷ direct", 0.7, lambda part: {"": part["rows"]["read/direct"]["median"]}, True),
+    ),
     "no_hits": (
         Bar("throughput ÷ that without a connector", 0.99, _compared("requests_per_s"), True),
         Bar("steps a second ÷ those without a connector", 0.99, _steps_per_s, at_least=True),

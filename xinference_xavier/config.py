@@ -70,8 +70,9 @@ class XavierConfig:
     ``pool_bytes`` is the total over the replica's ``engines``, several with data parallelism, and
     their vLLM workers. None stands for the size of the KV cache, if memory allows.
     ``chunk_tokens`` None stands for 128, rounded up to the model's block size. Only the engine
-    knows both. With ``min_fetch_tokens`` None the engine
-    measures whether a run of ``least_fetch_tokens`` or more is worth a fetch. ``roles`` are
+    knows both. With ``min_fetch_tokens`` None the engine measures whether a run of
+    ``least_fetch_tokens`` or more is worth a fetch. ``disk`` is a folder of the replica's host:
+    rows take at most ``disk_bytes`` there, with None a tenth of its file system. ``roles`` are
     those of the launch's replicas, ``role`` is this one's. ``replica`` is the replica's name
     without xinference. ``from_environment`` are the fields whose values are the cluster's defaults.
     """
@@ -92,6 +93,8 @@ class XavierConfig:
     pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
     warm_join: Annotated[float, pydantic.Field(ge=0, le=MAX_WARM_JOIN)] = DEFAULT_WARM_JOIN
     drain: Annotated[float, pydantic.Field(ge=0, le=MAX_DRAIN)] = DEFAULT_DRAIN
+    disk: str | None = None
+    disk_bytes: int | None = None
     untested_vllm: bool = False
     from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None

@@ -134,6 +134,7 @@ ROLLBACKS = (
     *REFUSALS,
     *OUT_OF_REACH,
     "checksum",
+    "disk",
     "donor unreachable",
     "internal error",
     "link",

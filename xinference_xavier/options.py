@@ -6,6 +6,7 @@ Options come from Python, JSON and the command line, so numbers may be text.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -127,6 +128,13 @@ def _function(value: object) -> str:
     return path
 
 
+def _folder(value: object) -> str:
+    folder = value.strip() if isinstance(value, str) else ""
+    if not os.path.isabs(folder):
+        raise ValueError("is not an absolute path")
+    return folder
+
+
 def _host(value: object) -> str:
     host = value.strip().removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
     if "/" in host:
@@ -201,11 +209,12 @@ _Whole = Annotated[int, BeforeValidator(_no_bool)]
 _TOKENS = Option(Annotated[_Whole, Field(ge=0)], "use a number of tokens, 0 or more")
 _SWITCH = Option(Annotated[bool, BeforeValidator(_word)], "use true or false")
 parse_backend = _choice(Backend)
+_SIZE_OPTION = Option(
+    Annotated[int, BeforeValidator(_bytes), Field(gt=0)],
+    "use a positive number of bytes or a size like 4GiB or 512MiB",
+)
 BASIC = {
-    "xavier_pool_bytes": Option(
-        Annotated[int, BeforeValidator(_bytes), Field(gt=0)],
-        "use a positive number of bytes or a size like 4GiB or 512MiB",
-    ),
+    "xavier_pool_bytes": _SIZE_OPTION,
     "xavier_routing": _choice(Routing),
     "xavier_roles": Option(
         Annotated[tuple[Role, ...], BeforeValidator(_roles)],
@@ -250,6 +259,11 @@ EXPERT = {
     "xavier_drain": _range(
         0, MAX_DRAIN, f"use seconds from 0 (off) to {MAX_DRAIN:g}, such as {DEFAULT_DRAIN:g}"
     ),
+    "xavier_disk": Option(
+        Annotated[str, BeforeValidator(_folder)],
+        "name a folder on a local disk of each worker, such as /var/cache/xavier",
+    ),
+    "xavier_disk_bytes": _SIZE_OPTION,
     "xavier_audit": _SWITCH,
     "xavier_hooks": Option(
         Annotated[str, BeforeValidator(_function)], "name one as module:function"

@@ -18,10 +18,13 @@ from typing import Any
 import psutil
 
 from examples.processes import until
+from tests.chaos.disk import ROWS as DISK_ROWS
+from tests.chaos.disk import rollbacks as of_disk
 from tests.chaos.mutations import Mutation
 from tests.chaos.names import NamedPrefixes
 from tests.chaos.node import Node, Settings
 from tests.chaos.tracker import LEASE, HostNode, TrackerNode
+from tests.chaos.workload import ROW_BYTES
 from tests.faults import taken
 from tests.harness.processes import frozen
 from tests.harness.remote import EndedError
@@ -66,6 +69,9 @@ class Cluster:
         self.failed_on_killed = 0
         self.partings = 0
         """How often a replica left the others, or the tracker dropped it, after the warm-up."""
+        self.disk = folder / "disk"
+        self.disk.mkdir()
+        self.damaged_disks = 0
         self.host = HostNode()
         self.tracker = TrackerNode(mutation)
         self.host.call("set_tracker", self.tracker.address)
@@ -99,6 +105,8 @@ class Cluster:
                 "fetch_timeout": FETCH_TIMEOUT,
                 "drain": DRAIN,
                 "transport": "tests.faults:OrderedGloo",
+                "disk": str(self.disk),
+                "disk_bytes": DISK_ROWS * ROW_BYTES,
             },
         )
         self.nodes[name] = Node(settings)
@@ -217,11 +225,12 @@ class Cluster:
         return sum(pick(figures) for node in self.everybody() if (figures := node.figures()))
 
     def rollbacks(self) -> Counter[str]:
+        """Of fetches from peers."""
         reasons: Counter[str] = Counter()
         for node in self.everybody():
             fetches = node.figures().get("replica", {}).get("fetches", {})
             reasons.update(fetches.get("rolled_back", {}))
-        return reasons
+        return reasons - of_disk(self)
 
     def taken(self) -> Counter[str]:
         """The transport's faults that have happened."""

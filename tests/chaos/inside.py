@@ -8,10 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.chaos.disk import obey_orders
 from tests.chaos.mutations import Mutation, make_pool
 from tests.chaos.names import Watch
 from tests.chaos.node import Settings
@@ -26,8 +28,9 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Load, Serving
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
-from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.peer_tier import DiskTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import aio
 
@@ -61,7 +64,11 @@ class Inside:
         config = XavierConfig(**settings.config)
         self.region = Region.create(settings.rows, ROW_BYTES)
         self.pool = make_pool(settings.rows, settings.mutation)
-        tier = PeerTier(self.pool, Mirror(settings.incarnation))
+        assert config.disk is not None
+        stores = Path(config.disk)
+        obey_orders(stores)
+        disk = Disk(stores, config.disk_bytes, config.model_uid, self.region, self.pool)
+        tier = DiskTier(self.pool, Mirror(settings.incarnation), disk)
         self.worker = Worker(self.region, self._folder / "wrong")
         self.scheduler = Scheduler(
             settings.incarnation,
@@ -84,7 +91,9 @@ class Inside:
             namespace="namespace",
             key_bytes=KEY_BYTES,
             region=self.region,
+            disk=disk,
         )
+        self._disk = disk
         self.replica.start()
         self._show(settings.weights)
         self.scheduler.start()
@@ -159,7 +168,9 @@ class Inside:
         samples = row_content(CANARY, weights)[:32].astype(float).tolist()
 
         async def show() -> None:
-            self.replica.canary.probed(CANARY, {"layer": ("float32", samples)})
+            sketch = {"layer": ("float32", samples)}
+            self.replica.canary.probed(CANARY, sketch)
+            self._disk.probed(CANARY, sketch)
 
         self._in_background(show)
 

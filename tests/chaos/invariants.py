@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from examples.processes import until
+from tests.chaos import disk
 from tests.chaos.cluster import Cluster
 from tests.chaos.node import Node
 from tests.chaos.report import Leaks
@@ -178,7 +179,10 @@ def _about_causes(cluster: Cluster) -> list[str]:
     excused = cluster.partings * len(cluster.nodes)
     if rollbacks["checksum"] > damages + excused:
         found.append(f"{rollbacks['checksum']} rows arrived damaged, {damages} were damaged")
-    if rollbacks["internal error"]:
+    of_disk = disk.rollbacks(cluster)
+    if of_disk["checksum"] and not cluster.damaged_disks and not cluster.dead:
+        found.append(f"{of_disk['checksum']} rows on the disk were damaged, but nobody did it")
+    if rollbacks["internal error"] + of_disk["internal error"]:
         found.append(f"{rollbacks['internal error']} fetches ended in an internal error")
     return found
 

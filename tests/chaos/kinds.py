@@ -14,6 +14,7 @@ from contextlib import suppress
 import psutil
 
 from examples.processes import until
+from tests.chaos import disk
 from tests.chaos.cluster import DRAIN, FETCH_TIMEOUT, Cluster
 from tests.chaos.schedule import Step
 from tests.chaos.tracker import LEASE
@@ -316,4 +317,5 @@ KINDS: Mapping[str, Kind] = {
     "tracker moved": _tracker_lost(same_address=False),
     "sharing switched off and on": _switched,
     "other weights": _other_weights,
+    **disk.KINDS,
 }

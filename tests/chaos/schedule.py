@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from tests.chaos.disk import KINDS as DISK_KINDS
 from tests.faults import Order
 
 
@@ -31,7 +32,7 @@ class Step(NamedTuple):
 # time.
 
 TRACKER = "tracker"
-"""The lane for faults of the tracker, or of all replicas together."""
+"""The lane for faults of the tracker, of the disk, or of all replicas together."""
 
 REPLICA_KINDS: Mapping[str, int] = {
     "damaged row": 60,
@@ -80,9 +81,10 @@ TRACKER_KINDS: Mapping[str, int] = {
     "tracker killed while a replica drains": 10,
     "sharing switched off and on": 12,
     "other weights": 10,
+    **dict.fromkeys(DISK_KINDS, 10),
 }
 
-_TRACKER_SHARE = 0.12  # of all steps: they take seconds and share one lane
+_TRACKER_SHARE = 0.22  # of all steps: they take seconds and share one lane
 
 
 def of_replicas(

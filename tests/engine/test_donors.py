@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import pytest
@@ -31,18 +31,18 @@ class Engine(Scheduling):
         self.manager.prefill_rate.tokens_per_second = PREFILL
         self._prompts = 0
 
-    def request(self, count: int, peers: str = "a") -> Request:
+    def request(self, count: int, peers: Iterable[str] = "a") -> Request:
         """A request for `count` new chunks, all of which each of `peers` holds."""
         self._prompts += 1
         keys = chunks(f"prompt {self._prompts}", count)
         self.tier.peers_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
 
-    def learn(self, overhead: float, per_row: float, peers: str = "a") -> None:
+    def learn(self, overhead: float, per_row: float, peers: Iterable[str] = "a") -> None:
         self.manager.tier_lookup._selection.adaptive = False
         for peer in peers:
             for count in (4, 4, 40, 10, 40):
-                self.fetch_and_finish(self.request(count, peer), overhead + per_row * count)
+                self.fetch_and_finish(self.request(count, [peer]), overhead + per_row * count)
         self.manager.tier_lookup._selection.adaptive = True
 
     def steps(self, seconds: dict[int, float]) -> None:
@@ -66,6 +66,31 @@ def test_chunks_that_are_faster_to_compute_are_computed() -> None:
     assert vllm.decisions["computed"] == 1
     assert vllm.attempt(vllm.request(6)) is None
     assert (vllm.decisions["computed"], vllm.decisions["fetched"]) == (1, 6)
+
+
+def test_a_slow_disk_is_tried_once() -> None:
+    """It has no link to open, so its first reading tells how fast it is."""
+    vllm = Engine()
+    vllm.fetch_and_finish(vllm.request(10, ["disk"]), 10.0)
+    assert vllm.attempt(vllm.request(10, ["disk"])) == 0
+
+
+def test_a_slow_disk_that_has_more_does_not_hide_a_peer() -> None:
+    vllm = Engine()
+    vllm.learn(0.0, 1.0, ["disk"])
+    vllm.learn(0.0, 0.001)
+    request = vllm.ask(40, disk=40, a=30)
+    assert vllm.attempt(request) is None
+    fetch = vllm.tier.fetches[-1]
+    assert (fetch.source, len(fetch.rows)) == ("a", 30)
+
+
+def test_a_fast_disk_is_preferred_to_a_slow_peer() -> None:
+    vllm = Engine()
+    vllm.learn(0.0, 0.05)
+    vllm.learn(0.0, 0.001, ["disk"])
+    vllm.attempt(vllm.ask(40, disk=40, a=40))
+    assert vllm.tier.fetches[-1].source == "disk"
 
 
 def test_only_chunks_that_arrive_in_time_are_fetched() -> None:

@@ -367,7 +367,16 @@ class TestAccounting:
         assert vllm.scan(request, own_prefix=1) == 6
         vllm.schedule(request, 6, own_prefix=1)
         assert self.counts(vllm) == {
-            "prefix_cache": 1, "local_pool": 2, "remote": 4, "computed": 1,
+            "prefix_cache": 1, "local_pool": 2, "disk": 0, "remote": 4, "computed": 1,
+        }  # fmt: skip
+
+    def test_of_chunks_that_the_disk_had(self, vllm: Scheduling) -> None:
+        request = vllm.ask(8, disk=7)
+        assert vllm.attempt(request) is None
+        vllm.tier.end(vllm.tier.fetches[0])
+        vllm.schedule(request, vllm.scan(request) or 0)
+        assert self.counts(vllm) == {
+            "prefix_cache": 0, "local_pool": 0, "disk": 7, "remote": 0, "computed": 1,
         }  # fmt: skip
 
     def test_of_chunks_that_an_earlier_request_fetched(self, vllm: Scheduling) -> None:
@@ -387,7 +396,7 @@ class TestAccounting:
         vllm.loaded(request, 4)
         vllm.schedule(request, 0)
         assert self.counts(vllm) == {
-            "prefix_cache": 0, "local_pool": 4, "remote": 0, "computed": 2,
+            "prefix_cache": 0, "local_pool": 4, "disk": 0, "remote": 0, "computed": 2,
         }  # fmt: skip
 
     def test_of_finished_requests(self, vllm: Scheduling) -> None:

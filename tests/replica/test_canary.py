@@ -189,7 +189,7 @@ def test_what_follows_from_a_probe(
     result: ProbeResult, told: list[Any], counts: ComparisonStats
 ) -> None:
     recorder: Any = Recorder()
-    take_result(result, recorder, recorder.audit_failed, recorder.flush)
+    take_result(result, recorder, None, recorder.audit_failed, recorder.flush)
     assert recorder.told == told
     assert recorder.stats == counts
 

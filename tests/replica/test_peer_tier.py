@@ -96,6 +96,7 @@ async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namesp
         namespace=namespace,
         mirror=mirror,
         canary=peers,
+        disk=None,
         arrived=lambda rows: None,
         rolled_back=lambda fetch, reason: rolled_back.append(reason),
     )

@@ -23,6 +23,7 @@ from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.reports import EventReporter, LoadReporter, SharingLog, replica_stats
 from xinference_xavier.stats.schema import (
     ComparisonStats,
+    DiskStats,
     FetchStats,
     GrantStats,
     Hits,
@@ -99,6 +100,7 @@ def test_an_outage_of_the_tracker_has_one_beginning_and_one_end(
 
 
 HITS = Hits(remote=3)
+DISK = DiskStats("/disk", "open", "", 26, 27, 28, 29)
 
 
 class Mirror:
@@ -121,6 +123,7 @@ def stats(counts: FetchCounts) -> ReplicaStats:
         mirror=Mirror(),  # type: ignore[arg-type]
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),  # type: ignore[arg-type]
         warm_join=WarmJoinStats(20, 1.5, 21),
+        disk=SimpleNamespace(report=lambda: DISK),  # type: ignore[arg-type]
         process=SimpleNamespace(pid=11, starts=3, failed_calls=12),  # type: ignore[arg-type]
         hooks=SimpleNamespace(failed=13, dropped=14),  # type: ignore[arg-type]
         not_sharing="no peers",
@@ -148,6 +151,7 @@ def test_every_count_is_reported() -> None:
         mirror=MirrorStats(8, 9),
         comparison=ComparisonStats(16, 17, 18, 19),
         warm_join=WarmJoinStats(20, 1.5, 21),
+        disk=DISK,
         hooks=HookStats(13, 14),
         not_sharing="no peers",
         refused_posts=15,

@@ -152,7 +152,13 @@ def test_a_peer_breaks_neither_the_sums_nor_the_page() -> None:
     namespaces = {"n": {"replicas": [broken, good]}}
     reported = report({"model_uid": "m", "enabled": True, "namespaces": namespaces})
     first = reported["replicas"][0]
-    assert first["hits"] == {"prefix_cache": 0, "local_pool": 0, "remote": 0, "computed": 0}
+    assert first["hits"] == {
+        "prefix_cache": 0,
+        "local_pool": 0,
+        "disk": 0,
+        "remote": 0,
+        "computed": 0,
+    }
     assert (first["fetches"]["rolled_back"], first["pool"]["rows"]) == ({}, 0)
     assert first["colour"] == "red", "a newer replica's field"
     assert (reported["totals"]["hits"]["remote"], reported["totals"]["requests"]) == (3, 2)
@@ -190,7 +196,7 @@ def test_a_sample_sums_up_all_replicas() -> None:
     assert sample.pop("first_tokens")["remote"]["sum"] == 33.0
     assert sample == {
         "time": 1000.0,
-        "hits": {"prefix_cache": 2, "local_pool": 4, "remote": 33, "computed": 8},
+        "hits": {"prefix_cache": 2, "local_pool": 4, "disk": 0, "remote": 33, "computed": 8},
         "bytes_received": 330,
         "bytes_sent": 0,
         "requests": 10,

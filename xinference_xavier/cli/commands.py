@@ -13,6 +13,7 @@ from rich.live import Live
 
 from xinference_xavier._version import __version__
 from xinference_xavier.cli import tables
+from xinference_xavier.cli.disks import disk
 from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
 from xinference_xavier.cli.launches import launches
 from xinference_xavier.cli.prefixes import prefix, question
@@ -60,6 +61,7 @@ def main() -> None:
 
 
 main.add_command(prefix)
+main.add_command(disk)
 main.add_command(launches)
 main.add_command(trial)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xinference_xavier.client.doctor import Finding
+from xinference_xavier.disk import Summary
 from xinference_xavier.stats.answers import Explanation, NamedPrefix
 from xinference_xavier.stats.schema import (
     HIT_SOURCES,
@@ -200,6 +201,20 @@ def prefixes_table(prefixes: Iterable[NamedPrefix], now: float) -> RenderableTyp
         counts = f"{each.tokens:,}", f"{each.chunks:,}", str(left)
         table.add_row(each.name, state, each.retention, replicas, *counts)
     return table if table.row_count else Text("No prefix has a name yet.")
+
+
+def stores_table(stores: Iterable[Summary]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("model", "last used"):
+        table.add_column(name)
+    for name in ("chunks", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("folder")
+    for each in stores:
+        used = datetime.fromtimestamp(each.used).isoformat(" ", "minutes")
+        model = each.problem or each.notes.get("model", "")
+        table.add_row(model, used, f"{each.rows:,}", size(each.bytes), each.folder.name)
+    return table if table.row_count else Text("No replica has saved anything there.")
 
 
 def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> RenderableType:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.pool.tier import DISK, Fetch
 from xinference_xavier.stats.schema import Decisions
 
 _WEIGHT = 0.2  # of the newest point: about the last ten count
@@ -224,10 +224,10 @@ class CostModel:
             self._left_out[fetch.source] = peer
 
     def _learn(self, peer: _Peer, fetch: Fetch, began: float) -> None:
-        opened_link = fetch.transport not in peer.rates
+        opened_link = fetch.transport not in peer.rates and fetch.source != DISK
         stale = began - peer.measured > RETRY_AFTER
         peer.measured, peer.transport = max(began, peer.measured), fetch.transport
-        if opened_link or stale:
+        if stale or fetch.transport not in peer.rates:
             peer.rates[fetch.transport] = LinearFit()
         if not opened_link:
             peer.rate.add(len(fetch.committed), fetch.seconds)

@@ -1,4 +1,4 @@
-"""From which peers a request fetches its missing chunks, and whether that pays.
+"""From which sources a request fetches its missing chunks, and whether that pays.
 
 Belongs to the scheduler thread. A hit needs, up to its end, all chunks of the groups with full
 attention and the last few of each group with a sliding window or a recurrent state. What counts is
@@ -18,7 +18,7 @@ from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.request import Request
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Tier
+from xinference_xavier.pool.tier import DISK, Tier
 
 _SHORTER = 0.8  # time with one more donor, relative to without
 _MAX_ATTEMPTS = 16  # to find where the windows of a hit are
@@ -85,14 +85,16 @@ class DonorSelection:
         busy: Mapping[str, int],
         is_coming: _IsComing,
         now: float,
+        without: Sequence[str] = (),
     ) -> FetchPlan | None:
         """Choose donors and keys for the longest hit that can be complete by `deadline`.
 
         `busy` counts the pending fetches by donor, and `is_coming` tells which chunks they bring.
-        If the missing chunks are nowhere, or not worth a fetch: a probe, or None.
+        If the missing chunks are nowhere, or not worth a fetch: a probe, or None. `without` are
+        sources that are too slow.
         """
         groups = self._sorted_groups(request)
-        eligible = ~self._tier.set_of([*self._cost_model.left_out(), *request.failed])
+        eligible = ~self._tier.set_of([*self._cost_model.left_out(), *request.failed, *without])
         reach = self._reach(request, groups, eligible, is_coming)
         donors = self._ranked(reach.holders, len(reach.keys), busy, now) if reach else []
         if self.adaptive and donors:
@@ -104,6 +106,8 @@ class DonorSelection:
             return self._probe(groups, now)
         start, end, _, keys, _ = reach
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
+        if DISK in donors and not fast:  # it may have more than peers that are faster
+            return self.plan(request, deadline, busy, is_coming, now, without=(DISK,))
         if donors and not fast:
             self._cost_model.decisions.computed += not request.counted.computes
             request.counted.computes = True

@@ -45,7 +45,7 @@ from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Steps, Workload
 from xinference_xavier.pool.pool import Pool, Reservation, Row
-from xinference_xavier.pool.tier import Tier
+from xinference_xavier.pool.tier import DISK, Tier
 from xinference_xavier.protocol.load import Serving
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.hot_chunks import MAX_REQUESTS
@@ -144,7 +144,7 @@ class XavierManager(OffloadingManager):
     def stats(self) -> dict[str, Any]:
         """Totals since the start; JSON-able. Called by the replica's background thread."""
         rate = self.prefill_rate.tokens_per_second
-        reused = self._hits.local_pool + self._hits.remote
+        reused = self._hits.total - self._hits.prefix_cache - self._hits.computed
         return {
             "vllm": vllm.__version__,
             "vllm_untested": vllm_versions.is_newer(vllm.__version__),
@@ -271,12 +271,13 @@ class XavierManager(OffloadingManager):
         self.workload.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
         rows = self._jobs.loading(req_id)
-        fetched = sum(row.key in request.fetched for row in rows)
-        remote = loaded * fetched // max(1, len(rows))
+        fetched = [row.origin == DISK for row in rows if row.key in request.fetched]
+        disk = loaded * sum(fetched) // max(1, len(rows))
+        remote = loaded * len(fetched) // max(1, len(rows)) - disk
         if rows and tokens is not None and self.probes.wants_audit():
             self.probes.loaded(tokens, rows, request.ends())
         computed = max(0, prompt - request.prefix_tokens - loaded)
-        hits = Hits(request.prefix_tokens, loaded - remote, remote, computed)
+        hits = Hits(request.prefix_tokens, loaded - disk - remote, disk, remote, computed)
         add(self._hits, hits)
         request.source = hits.main
 

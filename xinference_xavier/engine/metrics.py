@@ -25,6 +25,7 @@ _PREFIX = "vllm:xavier_"
 _HELP = {
     "prefix_cache": "Prompt tokens found in vLLM's own prefix cache.",
     "local_pool": "Prompt tokens loaded from this replica's pool.",
+    "disk": "Prompt tokens loaded from the host's disk.",
     "remote": "Prompt tokens loaded after being fetched from another replica.",
     "computed": "Prompt tokens computed.",
 }

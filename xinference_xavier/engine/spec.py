@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,8 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 from xinference_xavier.protocol.load import Serving
-from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.disk import Disk
+from xinference_xavier.replica.peer_tier import DiskTier, PeerTier
 from xinference_xavier.replica.replica import Engine, Replica
 from xinference_xavier.runtime.host import free_memory_bytes
 
@@ -192,7 +194,12 @@ class XavierSpec(OffloadingSpec):
             }
             reports = self.kv_events_config.enable_kv_cache_events
             pool = Pool(region.rows, records_changes=reports)
-            tier = PeerTier(pool, Mirror(self.config.engine_id))
+            mirror = Mirror(self.config.engine_id)
+            disk = None
+            if self._xavier.disk is not None and shares:
+                limit = self._xavier.disk_bytes
+                disk = Disk(Path(self._xavier.disk), limit, self._xavier.model_uid, region, pool)
+            tier = PeerTier(pool, mirror) if disk is None else DiskTier(pool, mirror, disk)
             sketcher = Sketcher(
                 region,
                 pool,
@@ -246,6 +253,7 @@ class XavierSpec(OffloadingSpec):
                 namespace=identity.digest(fingerprint_fields),
                 key_bytes=identity.key_bytes(vllm_config),
                 region=region,
+                disk=disk,
                 cache_rows=note.cache_rows,
                 fingerprint_fields=identity.readable(fingerprint_fields),
                 not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,

@@ -49,6 +49,11 @@ _libc = ctypes.CDLL(None)  # its calls release Python's lock, unlike those of `m
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+def checksum(row: memoryview, key: bytes) -> int:
+    """64-bit XXH3 of the row, seeded by its chunk key, so that another chunk's row differs."""
+    return xxhash.xxh3_64_intdigest(row, seed=xxhash.xxh3_64_intdigest(key))
+
+
 class Region:
     """`rows` rows of `row_bytes` bytes each; `array` has shape (rows, row_bytes), uint8."""
 
@@ -107,8 +112,7 @@ class Region:
         return row
 
     def checksum(self, slot: int, key: bytes) -> int:
-        """64-bit XXH3 of the row, seeded by its chunk key, so that another chunk's row differs."""
-        return xxhash.xxh3_64_intdigest(self.array[slot].data, seed=xxhash.xxh3_64_intdigest(key))
+        return checksum(self.array[slot].data, key)
 
     def populate(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Allocate every page and map it into this process, until no longer `wanted`.

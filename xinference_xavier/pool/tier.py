@@ -1,6 +1,7 @@
 """The contract between the scheduler and a tier, a place from which rows of the pool are filled.
 
-The peers are a tier (`replica.peer_tier`).
+The peers are a tier (`replica.peer_tier`), alone or with the host's disk as one more source
+(`replica.disk`).
 
 Memory: the caller reserves rows in the pool and hands them to `submit_load`. Only the tier writes
 them, until it commits them, pinned once, or aborts them. If a slot may still be written after the
@@ -23,6 +24,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from xinference_xavier.pool.pool import Row
+
+DISK = "disk"
+"""The source that is no peer, and how it transports."""
 
 
 class FetchState(Enum):

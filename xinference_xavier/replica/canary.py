@@ -13,6 +13,8 @@ other.
 Threading: the replica's background loop. The scheduler thread may read `trusts_all`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import logging
@@ -20,16 +22,20 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xinference_xavier.errors import LinkError, shown
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import ComparisonStats
+
+if TYPE_CHECKING:
+    from xinference_xavier.replica.disk import Disk
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +274,7 @@ class Canary:
 def take_result(
     result: ProbeResult,
     canary: Canary,
+    disk: Disk | None,
     audit_failed: Callable[[str | None, Difference], None],
     flush: Callable[[str | None], int],
 ) -> None:
@@ -278,13 +285,18 @@ def take_result(
         return
     if result.key is not None:
         canary.probed(result.key, result.sketch)
+        if disk is not None:
+            disk.probed(result.key, result.sketch)
         return
     canary.stats.audits += 1
     if result.difference is None:
         return
     canary.stats.failed_audits += 1
     audit_failed(result.donor, result.difference)
-    if result.donor is not None:
+    if result.donor == DISK:
+        assert disk is not None, "the rows came from there"
+        disk.distrust(result.difference)
+    elif result.donor is not None:
         canary.distrust(result.donor, result.difference)
     flush(result.donor)
 

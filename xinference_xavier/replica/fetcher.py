@@ -1,4 +1,5 @@
-"""A fetch: a transaction that copies rows from a donor's pool into ours, or leaves no trace.
+"""A fetch: a transaction that copies rows from a donor's pool, or the disk, into ours, or leaves no
+trace.
 
 Threading: the scheduler thread makes a `Fetch` and reads its `state`; everything else happens on
 the replica's background loop. A fetch ends by its deadline even if its rows may still be written:
@@ -14,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xoscar
@@ -24,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import Fetch, FetchState
+from xinference_xavier.pool.tier import DISK, Fetch, FetchState
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
@@ -34,6 +35,7 @@ from xinference_xavier.protocol.transfer import (
     check_grant,
 )
 from xinference_xavier.replica.canary import Canary
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -88,8 +90,8 @@ class PeerFetch(Fetch):
 @dataclass
 class FetchCounts:
     fetches: ReplicaFetches = field(default_factory=ReplicaFetches)
-    rows: int = 0
-    in_flight: Counter[str] = field(default_factory=Counter)  # rows by donor
+    rows: int = 0  # from peers
+    in_flight: Counter[str] = field(default_factory=Counter)  # rows by source
     received: Counter[str] = field(default_factory=Counter)  # rows by donor that is still a member
 
 
@@ -106,6 +108,7 @@ class Fetcher:
         namespace: SharedNamespace,
         mirror: Mirror,
         canary: Canary,
+        disk: Disk | None,
         arrived: Callable[[list[Row]], None],
         rolled_back: Callable[[PeerFetch, str], None],
     ) -> None:
@@ -121,6 +124,7 @@ class Fetcher:
         self._namespace = namespace
         self._mirror = mirror
         self._canary = canary
+        self._disk = disk
         self._arrived = arrived
         self._rolled_back = rolled_back
         self._donors: dict[str, xoscar.ActorRefType] = {}
@@ -147,14 +151,21 @@ class Fetcher:
             async with Rollback() as scope:
                 scope.undo(self._pool.abort, *fetch.rows)  # does nothing to committed ones
                 parts = self._namespace.parts
-                grant = await self._grant(fetch)
-                fetch.span.add_event("granted", chunks=len(grant.checksums))
-                if grant.grant_id:
-                    scope.undo(self._release, fetch.source, grant.grant_id)
-                self._record_missing(fetch, grant)
-                if not grant.grant_id:
-                    raise GrantRefusedError("not held")
-                reason = await self._pull(fetch, grant, parts)
+                # Its rows may have been reserved since the pool was reset, and for the namespace
+                # of before.
+                if not self._namespace.is_settled:
+                    raise GrantRefusedError("reset")
+                if fetch.source == DISK:
+                    reason = await self._read(fetch, parts)
+                else:
+                    grant = await self._grant(fetch)
+                    fetch.span.add_event("granted", chunks=len(grant.checksums))
+                    if grant.grant_id:
+                        scope.undo(self._release, fetch.source, grant.grant_id)
+                    self._record_missing(fetch, grant)
+                    if not grant.grant_id:
+                        raise GrantRefusedError("not held")
+                    reason = await self._pull(fetch, grant, parts)
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
@@ -182,9 +193,6 @@ class Fetcher:
             self._finish(fetch, reason)
 
     async def _grant(self, fetch: PeerFetch) -> Grant:
-        # Its rows may have been reserved since the pool was reset, and for the namespace of before.
-        if not self._namespace.is_settled:
-            raise GrantRefusedError("reset")
         if not self._canary.trusts(fetch.source):
             raise GrantRefusedError("not compared")
         request = GrantRequest(
@@ -213,10 +221,17 @@ class Fetcher:
         if held < len(fetch.rows) and not grant.more_is_held:
             self._mirror.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
+    async def _read(self, fetch: PeerFetch, parts: int) -> str | None:
+        """Like `_pull`, from the disk."""
+        fetch.transport = DISK
+        if self._disk is None:
+            raise GrantRefusedError("donor gone")
+        checksums, reading = self._disk.read(fetch.rows)
+        return await self._receive(fetch, checksums, reading, parts)
+
     async def _pull(self, fetch: PeerFetch, grant: Grant, parts: int) -> str | None:
         """Returns why not all granted rows were committed; None if they were. Raises
-        GrantRefusedError if meanwhile we found that the donor computes differently, or have left
-        the namespace: `parts` is how often we had before."""
+        GrantRefusedError as `_receive`."""
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
@@ -230,12 +245,25 @@ class Fetcher:
             max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
         )
         fetch.transport = self._transports.get(fetch.source, "")
-        pulling = asyncio.ensure_future(self._process.pull(order))
-        await asyncio.wait({pulling}, timeout=remaining)
+        return await self._receive(fetch, grant.checksums, self._process.pull(order), parts)
+
+    async def _receive(
+        self,
+        fetch: PeerFetch,
+        checksums: Sequence[int],
+        work: Awaitable[PullResult],
+        parts: int,
+    ) -> str | None:
+        """Wait until the rows are there, or the deadline is over. Returns why not all of them were
+        committed; None if they were. Raises GrantRefusedError if meanwhile we found that the source
+        has other rows than we compute, or have left the namespace: `parts` is how often we had
+        before."""
+        pulling = asyncio.ensure_future(work)
+        await asyncio.wait({pulling}, timeout=fetch.deadline - time.monotonic())
         if not pulling.done():
             self._pool.quarantine(*fetch.rows)
             self._finish(fetch, "timeout")
-        result: PullResult = await pulling
+        result = await pulling
         if result.transport is not None:
             fetch.transport = result.transport
             if fetch.source in self._donors:
@@ -244,17 +272,18 @@ class Fetcher:
             return fetch.reason
         if fetch.source in self._canary.differing or parts != self._namespace.parts:
             raise GrantRefusedError("not compared")
-        reason = self._commit(fetch, grant, result)
+        reason = self._commit(fetch, checksums, result)
         if len(fetch.committed) == len(fetch.rows):
             self._finish(fetch, reason)  # at once: only the grant is left to release
         return reason
 
-    def _commit(self, fetch: PeerFetch, grant: Grant, result: PullResult) -> str | None:
-        verified = zip(fetch.rows[: result.verified], grant.checksums, strict=False)
+    def _commit(self, fetch: PeerFetch, checksums: Sequence[int], result: PullResult) -> str | None:
+        verified = zip(fetch.rows[: result.verified], checksums, strict=False)
         fetch.committed = [
             row for row, checksum in verified if self._pool.commit(row, checksum, pins=1)
         ]
-        self.counts.rows += len(fetch.committed)
+        if fetch.source != DISK:
+            self.counts.rows += len(fetch.committed)
         if fetch.source in self._donors:
             self.counts.received[fetch.source] += len(fetch.committed)
         self._arrived(fetch.committed)

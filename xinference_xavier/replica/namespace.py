@@ -16,6 +16,9 @@ class SharedNamespace:
         self.current = own
         self.is_isolated = False  # since a reset, until an operator sets the weights version
         self._own = self._base = own
+        self.lasting: str | None = own
+        """What engines with these weights have in common, also after a restart. None since a reset,
+        until an operator sets the weights version."""
         self._move = move
         self._moving = asyncio.Lock()
         self._announced = 0  # resets
@@ -38,6 +41,7 @@ class SharedNamespace:
         Peers may hold bytes that our former weights computed, and nothing tells these apart.
         """
         async with self._moving:
+            self.lasting = None
             await self._begin(f"{self._own}+{secrets.token_hex(8)}")
             self.is_isolated = True
             self._done += 1
@@ -49,7 +53,8 @@ class SharedNamespace:
             if not self.is_isolated:
                 return False
             self.is_isolated = False
-            await self._begin(f"{self._own}@{version}")
+            self.lasting = f"{self._own}@{version}"
+            await self._begin(self.lasting)
             return True
 
     async def part(self) -> None:

@@ -1,4 +1,5 @@
-"""The tier of peers: everything that the scheduler thread may ask of a replica.
+"""The tier of peers, with or without the host's disk: everything that the scheduler thread may ask
+of a replica.
 
 Threading: the scheduler thread calls the methods that `Tier` declares, which return at once and
 post slow work to the replica's background loop. The loop opens and closes the tier.
@@ -9,12 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
+from xinference_xavier.disk import Place
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import Claim, Fetch, Tier
+from xinference_xavier.pool.tier import DISK, Claim, Fetch, Tier
 from xinference_xavier.replica.canary import Canary
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Checksums
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -223,3 +227,48 @@ class PeerTier(Tier):
         if background is not None:
             background.post(background.canary.reset)
             background.post(lambda: spawn(background.namespace.isolate()))
+
+
+class DiskTier(PeerTier):
+    """The peers, and the disk. In a set of sources, bit 0 is the disk, and the others are those of
+    the mirror."""
+
+    def __init__(self, pool: Pool, mirror: Mirror, disk: Disk) -> None:
+        super().__init__(pool, mirror)
+        self.disk = disk
+        self.holders = self._holders
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._saved) or super().ready
+
+    def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
+        peers = among >> 1 if super().ready else 0
+        count, peers = self.mirror.usable_run(keys, peers)
+        saved = len([*takewhile(self._saved.__contains__, keys)]) if among & 1 else 0
+        if max(count, saved) == 0:
+            return 0, among
+        return max(count, saved), (peers << 1) * (count >= saved) | (saved >= count)
+
+    def sources(self, holders: int) -> list[str]:
+        return self.mirror.sets.names(holders >> 1) + [DISK] * (holders & 1)
+
+    def set_of(self, sources: Iterable[str]) -> int:
+        names = [*sources]
+        return self.mirror.sets.set_of(names) << 1 | (DISK in names)
+
+    @property
+    def _saved(self) -> Mapping[bytes, Place]:
+        """What can be read from the disk now."""
+        return self.disk.index if self.sharing and self.mirror.enabled else {}
+
+    def reset(self) -> None:
+        if (background := self._background) is not None:
+            background.post(self.disk.reset)
+        super().reset()
+
+    def _holders(self, key: bytes) -> int:
+        peers = self.mirror.usable_set(key)
+        if peers and not super().ready:
+            peers = 0
+        return peers << 1 | (key in self._saved)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import xoscar
@@ -28,6 +29,7 @@ from xinference_xavier.protocol.load import Drain, Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch, take_result
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import HandOver, Prompt, RecentPrompts, WarmJoin
@@ -140,6 +142,7 @@ class Replica:
         namespace: str,
         key_bytes: int,
         region: Region,
+        disk: Disk | None = None,
         cache_rows: int = 0,
         fingerprint_fields: Mapping[str, str] | None = None,
         not_sharing: NotSharing | None = None,
@@ -157,6 +160,7 @@ class Replica:
         self._region = region
         self._cache_rows = cache_rows
         self._pool = tier.pool
+        self._disk = disk
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
         self._host = own_host(config.host, config.tracker_address)
@@ -186,7 +190,9 @@ class Replica:
             events=self._events.pending,
             replica=replica_name(incarnation, config.replica),
         )
-        self._namespace = SharedNamespace(namespace, self._client.change_namespace)
+        self._namespace = SharedNamespace(namespace, self._move)
+        if self._disk is not None and not not_sharing:
+            self._disk.move(self._namespace.lasting)
         self.canary = Canary(
             incarnation,
             engine.sketch,
@@ -203,6 +209,7 @@ class Replica:
             namespace=self._namespace,
             mirror=self.mirror,
             canary=self.canary,
+            disk=self._disk,
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
@@ -225,7 +232,7 @@ class Replica:
         self.kept = KeptPrefixes(
             self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
         )
-        self.recent = RecentPrompts(self._pool, engine.take_finished, self.kept.prompts)
+        self.recent = RecentPrompts(self._pool, self._take_finished, self.kept.prompts)
         self.hand_over = HandOver(
             incarnation=incarnation,
             key_bytes=key_bytes,
@@ -281,14 +288,28 @@ class Replica:
                 self._housekeep(),
                 self.warm_join.run(),
                 self._departures.close_late_links(),
+                *([] if self._disk is None else [self._disk.run()]),
             )
         ]
         scope.undo(self._end, background)
         self.tier.open(self._background)
         return background
 
+    def _take_finished(self) -> list[Sequence[bytes]]:
+        finished = [*self._engine.take_finished()]
+        if self._disk is not None:
+            self._disk.used(chain.from_iterable(finished))
+        return finished
+
+    async def _move(self, namespace: str) -> None:
+        if self._disk is not None:
+            self._disk.move(self._namespace.lasting)
+        await self._client.change_namespace(namespace)
+
     async def _end(self, background: list[asyncio.Task[None]]) -> None:
         self.tier.close()
+        if self._disk is not None:
+            self._disk.close()
         for task in background:
             task.cancel()
         for result in await asyncio.gather(*background, return_exceptions=True):
@@ -315,8 +336,12 @@ class Replica:
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
             self.kept.collect()
+            if self._disk is not None:
+                self._disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self._engine.work_on_probes():
-                take_result(result, self.canary, self._events.audit_failed, self.flush)
+                take_result(
+                    result, self.canary, self._disk, self._events.audit_failed, self.flush
+                )
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> NotSharing | None:
@@ -342,12 +367,15 @@ class Replica:
     def grant(self, request: GrantRequest) -> Grant:
         """Raises GrantRefusedError, LinkError."""
         shares = self.tier.sharing and self.mirror.enabled
-        return self.donor.grant(
+        grant = self.donor.grant(
             request,
             namespace=self._namespace.current if shares else None,
             sequence=self._client.publisher.last_sequence,
             trusts=self.canary.trusts,
         )
+        if self._disk is not None:
+            self._disk.used(request.keys[: len(grant.checksums)])
+        return grant
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""
@@ -394,6 +422,7 @@ class Replica:
                 mirror=self.mirror,
                 canary=self.canary,
                 warm_join=self.warm_join.stats,
+                disk=self._disk,
                 process=self._process,
                 hooks=self._events.hooks,
                 not_sharing=self._not_sharing(),

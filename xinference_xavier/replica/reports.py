@@ -38,6 +38,7 @@ from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import MAX_REPORTED, NotMemberError, Outcome, pack
 from xinference_xavier.replica.canary import Canary, Difference
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.transfer_process import TransferProcess
@@ -219,6 +220,7 @@ def replica_stats(
     mirror: Mirror,
     canary: Canary,
     warm_join: WarmJoinStats,
+    disk: Disk | None,
     process: TransferProcess,
     hooks: Hooks,
     not_sharing: str | None,
@@ -239,6 +241,7 @@ def replica_stats(
         mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
         comparison=canary.stats,
         warm_join=warm_join,
+        disk=schema.DiskStats() if disk is None else disk.report(),
         hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
         not_sharing=not_sharing,
         refused_posts=refused_posts,

@@ -8,7 +8,10 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Executor, Future
 from contextlib import AsyncExitStack, suppress
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -190,3 +193,39 @@ class LoopThread:
             finally:
                 self._up.set()
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+
+
+class DaemonThreads(Executor):
+    """Threads for calls that may never return, such as those to a disk. They do not keep the
+    process from ending."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._count = count
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that no thread has begun."""
+        return self._calls.qsize()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """The threads end after the calls before; nobody waits for them."""
+        for _ in range(self._count):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del item, future, call  # what they hold must not wait for the next one

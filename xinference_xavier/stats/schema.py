@@ -32,16 +32,17 @@ def metric(name: str, text: str, default: float | None = 0) -> Any:
 @dataclass
 class Hits:
     """Prompt tokens by the source of their KV cache: vLLM's own `prefix_cache`, the replica's
-    `local_pool`, a peer (`remote`), or none (`computed`)."""
+    `local_pool`, the host's `disk`, a peer (`remote`), or none (`computed`)."""
 
     prefix_cache: int = 0
     local_pool: int = 0
+    disk: int = 0
     remote: int = 0
     computed: int = 0
 
     @property
     def total(self) -> int:
-        return self.prefix_cache + self.local_pool + self.remote + self.computed
+        return sum(vars(self).values())
 
     @property
     def ratio(self) -> float:
@@ -110,10 +111,11 @@ class AnswerSeconds(Histogram):
 @dataclass
 class FirstTokens:
     """Time from a request's arrival at the engine to its first token, by the source of most of its
-    prompt: `prefix_cache`, `local_pool`, `remote` or `computed`, as in `Hits`."""
+    prompt: `prefix_cache`, `local_pool`, `disk`, `remote` or `computed`, as in `Hits`."""
 
     prefix_cache: AnswerSeconds = field(default_factory=AnswerSeconds)
     local_pool: AnswerSeconds = field(default_factory=AnswerSeconds)
+    disk: AnswerSeconds = field(default_factory=AnswerSeconds)
     remote: AnswerSeconds = field(default_factory=AnswerSeconds)
     computed: AnswerSeconds = field(default_factory=AnswerSeconds)
 
@@ -323,6 +325,19 @@ class WarmJoinStats:
     failures: int = metric("warm_join_failures_total", "Peers that did not say what they use most.")
 
 
+@dataclass
+class DiskStats:
+    """`state` is one of `DiskState`, and empty without a disk; `problem` is its latest failure."""
+
+    folder: str = ""
+    state: str = ""
+    problem: str = ""
+    limit_bytes: int = metric("disk_limit_bytes", "Most bytes that the disk's rows take.")
+    rows: int = metric("disk_chunks", "Chunks that the replica can read from the disk.")
+    written_bytes: int = metric("disk_written_bytes_total", "Bytes of chunks saved on the disk.")
+    failures: int = metric("disk_failures_total", "Failed calls to the disk.")
+
+
 @dataclass(kw_only=True)
 class ReplicaStats(Counters):
     """`Counters`, and what else a replica reports about itself.
@@ -334,7 +349,8 @@ class ReplicaStats(Counters):
     process and are missing in a heartbeat.
 
     Classes of their own describe `fetch_decisions`, `waits` for a peer's prefill, the `pool`,
-    `grants` to peers, the `mirror` of their chunks, the `comparison` with them, and `warm_join`.
+    `grants` to peers, the `mirror` of their chunks, the `comparison` with them, `warm_join`, and
+    the `disk`.
     """
 
     vllm: str | None = None
@@ -369,6 +385,7 @@ class ReplicaStats(Counters):
     mirror: MirrorStats = field(default_factory=MirrorStats)
     comparison: ComparisonStats = field(default_factory=ComparisonStats)
     warm_join: WarmJoinStats = field(default_factory=WarmJoinStats)
+    disk: DiskStats = field(default_factory=DiskStats)
     hooks: HookStats = field(
         default_factory=HookStats,
         metadata=shown_as(

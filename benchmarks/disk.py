@@ -1,0 +1,201 @@
+"""Part `disk`: rows on a local disk, compared with direct calls, and with computing.
+
+Rows are saved and read as a replica does, with the index, checksums and threads. In turns, as many
+bytes are written and read by as many threads that do nothing else. Then an engine computes a
+prompt, saves it, forgets it, and finds it on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import figure, ratio, shown, table
+from benchmarks.report import ROOT
+from examples.processes import until
+from tests.harness.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts, whole_chunks
+from tests.harness.replicas import fresh_keys
+from xinference_xavier.disk import Store
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.region import Region
+from xinference_xavier.replica.disk import READERS, Disk, DiskState
+
+ROWS, ROW_BYTES = 128, 2 << 20
+TOKENS = (1000, 8000)
+ROUNDS = 5
+QUICK = {"ROWS": 16, "TOKENS": (1000,)}
+_PATIENCE = 300.0
+_OWN = "own"
+
+
+def measure() -> dict[str, Any]:
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        rows = asyncio.run(_rows(Path(folder, "rows")))
+        lengths = _engine(Path(folder, "engine"))
+    return {"rows": rows, "lengths": lengths}
+
+
+async def _rows(parent: Path) -> dict[str, Any]:
+    region = Region.create(ROWS, ROW_BYTES)
+    region.array[:] = 7
+    pool = Pool(ROWS)
+    disk = Disk(parent, 4 * ROWS * ROW_BYTES, "model", region, pool)
+    disk.move("namespace")
+    running = asyncio.ensure_future(disk.run())
+    disk.probed(b"canary", {})
+    direct = _Direct(parent / "direct", region)
+    rates: dict[str, list[float]] = {name: [] for name in ("write", "read", "writing", "reading")}
+    try:
+        await _until(lambda: disk.state is DiskState.OPEN)
+        for _ in range(ROUNDS + 1):
+            keys = fresh_keys(ROWS)
+            for row in pool.reserve(keys).rows:
+                pool.commit(row, region.checksum(row.slot, row.key))
+            rates["writing"].append(_rate(direct.write))
+            began = time.perf_counter()
+            disk.keep(keys)
+            await _until(lambda keys=keys: keys[-1] in disk.index)  # type: ignore[misc]
+            rates["write"].append(_per_second(began))
+            await _until(lambda: not pool.counts().pinned)
+            pool.reset()
+            rates["reading"].append(_rate(direct.read))
+            rows = pool.reserve(keys).rows
+            began = time.perf_counter()
+            _, reading = disk.read(rows)
+            result = await reading
+            rates["read"].append(_per_second(began))
+            if result.verified != ROWS:
+                raise RuntimeError(f"{result.verified} of {ROWS} rows were read: {result.reason}")
+            pool.abort(*rows)
+    finally:
+        running.cancel()
+        disk.close()
+    measured = {name: found[1:] for name, found in rates.items()}  # the first one makes the files
+    return {
+        "row_bytes": ROW_BYTES,
+        "rows": ROWS,
+        **{f"{name}_gb_s": figure(found) for name, found in measured.items()},
+        "write/direct": ratio(measured["write"], measured["writing"]),
+        "read/direct": ratio(measured["read"], measured["reading"]),
+    }
+
+
+class _Direct:
+    """The same bytes by the same system calls, one thread for writing and as many for reading."""
+
+    def __init__(self, folder: Path, region: Region) -> None:
+        self._store = Store(folder, ROW_BYTES, ROWS * ROW_BYTES)
+        self._region = region
+
+    def write(self) -> None:
+        for slot in range(ROWS):
+            self._store.write(slot, self._region.row(slot).data)
+
+    def read(self) -> None:
+        with ThreadPoolExecutor(READERS) as threads:
+            reading = [
+                threads.submit(self._store.read, slot, self._region.row(slot).data)
+                for slot in range(ROWS)
+            ]
+        if not all(each.result() for each in reading):
+            raise RuntimeError("the file is too short")
+
+
+def _rate(work: Callable[[], None]) -> float:
+    os.sync()
+    began = time.perf_counter()
+    work()
+    return _per_second(began)
+
+
+def _per_second(began: float) -> float:
+    return ROWS * ROW_BYTES / 1e9 / (time.perf_counter() - began)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(_PATIENCE):
+        while not condition():  # noqa: ASYNC110  # threads change it, and tell nobody
+            await asyncio.sleep(0.001)
+
+
+# -- an engine --------------------------------------------------------------------------------
+
+
+def _engine(folder: Path) -> list[dict[str, Any]]:
+    kind = Kind(options={"disk": str(folder), **ALWAYS_FETCH})
+    prompts = Prompts()
+    found: dict[int, list[tuple[float, float, float]]] = {tokens: [] for tokens in TOKENS}
+    with Fleet({_OWN: kind}) as fleet:
+        _round(fleet, prompts.fresh(TOKENS[0]))  # warm up
+        for _ in range(ROUNDS):
+            for tokens in TOKENS:
+                found[tokens].append(_round(fleet, prompts.fresh(tokens)))
+    return [_of_length(tokens, rounds) for tokens, rounds in found.items()]
+
+
+def _round(fleet: Fleet, prompt: list[int]) -> tuple[float, float, float]:
+    """Seconds to first token: computed, from vLLM's own cache, and from the disk."""
+    engine, chunks = fleet[_OWN], whole_chunks(len(prompt))
+    saved = _saved(fleet)
+    cold, local = engine.timed(prompt), engine.timed(prompt)
+    if not until(lambda: _saved(fleet) >= saved + chunks, _PATIENCE):
+        raise TimeoutError("the prompt was not saved")
+    engine.call("forget")
+    fleet.flush()
+    found = engine.timed(prompt)
+    if found.cached != chunks * CHUNK:
+        raise RuntimeError(f"{found.cached} of {chunks * CHUNK} tokens came from the disk")
+    return cold.first, local.first, found.first
+
+
+def _saved(fleet: Fleet) -> int:
+    chunks: int = fleet.replicas()[_OWN]["stats"]["disk"]["rows"]
+    return chunks
+
+
+def _of_length(tokens: int, rounds: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
+    cold, local, disk = (list(column) for column in zip(*rounds, strict=True))
+    return {
+        "tokens": tokens,
+        **{
+            f"{name}_ms": figure([1e3 * seconds for seconds in found])
+            for name, found in (("cold", cold), ("local", local), ("disk", disk))
+        },
+        "cold/disk": ratio(cold, disk),
+        "disk/local": ratio(disk, local),
+    }
+
+
+def markdown(part: Mapping[str, Any]) -> str:
+    rows = part["rows"]
+    rates = table(
+        ("", "GB/s", "direct, GB/s", "÷ direct"),
+        (
+            (
+                name,
+                shown(rows[f"{name}_gb_s"]),
+                shown(rows[f"{direct}_gb_s"]),
+                shown(rows[f"{name}/direct"]),
+            )
+            for name, direct in (("write", "writing"), ("read", "reading"))
+        ),
+    )
+    lengths = table(
+        ("tokens", "computed, ms", "own prefix cache, ms", "disk, ms", "computed ÷ disk"),
+        (
+            (
+                f"{row['tokens']:,}",
+                *(shown(row[f"{name}_ms"], 0) for name in ("cold", "local", "disk")),
+                shown(row["cold/disk"], 1),
+            )
+            for row in part["lengths"]
+        ),
+    )
+    return f"{rates}\n\n{lengths}"

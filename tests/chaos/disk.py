@@ -1,0 +1,179 @@
+"""Faults of the disk that all replicas share: of its files, and of the calls to it.
+
+The calls obey orders, which are files beside the stores' folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from examples.processes import until
+from xinference_xavier import disk
+from xinference_xavier.replica import disk as replica_disk
+
+if TYPE_CHECKING:
+    from tests.chaos.cluster import Cluster
+    from tests.chaos.schedule import Step
+
+ROWS = 256
+"""Less than all documents have, so that rows take each other's places."""
+_EFFECT_TIME = 6.0
+_PAUSE = 0.01
+
+
+class DiskOrder(StrEnum):
+    HANG = "disk hangs"
+    SLOW = "disk is slow"
+    FAIL = "disk fails to read"
+    FULL = "disk is full"
+    TEAR = "disk tears rows"
+
+
+def obey_orders(parent: Path) -> None:
+    """From now on, this process's calls to stores below `parent` obey."""
+    read, write = disk.Store.read, disk.Store.write
+
+    def obeying_read(store: disk.Store, slot: int, row: memoryview) -> bool:
+        while _ordered(parent, DiskOrder.HANG):
+            threading.Event().wait(_PAUSE)
+        if _ordered(parent, DiskOrder.SLOW):
+            threading.Event().wait(10 * _PAUSE)
+        if _ordered(parent, DiskOrder.FAIL):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(store, slot, row)
+
+    def obeying_write(store: disk.Store, slot: int, row: memoryview) -> None:
+        if _ordered(parent, DiskOrder.FULL):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if _ordered(parent, DiskOrder.TEAR):
+            row = memoryview(bytes(len(row) // 2) + bytes(row[len(row) // 2 :]))
+        write(store, slot, row)
+
+    disk.Store.read = obeying_read  # type: ignore[method-assign]
+    disk.Store.write = obeying_write  # type: ignore[method-assign]
+    replica_disk._RETRY = 0.5
+
+
+def _ordered(parent: Path, what: DiskOrder) -> bool:
+    return (parent / what).exists()
+
+
+Kind = Callable[["Cluster", "Step"], bool]
+
+
+def _by_order(what: DiskOrder, seen: Callable[[Cluster], int]) -> Kind:
+    def inject(cluster: Cluster, step: Step) -> bool:
+        order = cluster.disk / what
+        before = seen(cluster)
+        order.touch()
+        try:
+            found = until(lambda: seen(cluster) > before, _EFFECT_TIME)
+            threading.Event().wait(step.strength)
+        finally:
+            order.unlink()
+        return found
+
+    return inject
+
+
+def _of_files(damage: Callable[[Path, random.Random], None]) -> Kind:
+    """Of the store of the current weights, which some reader notices."""
+
+    def inject(cluster: Cluster, step: Step) -> bool:
+        def noticed() -> int:
+            return rollbacks(cluster)["checksum"] + _failures(cluster)
+
+        before = noticed()
+        with cluster.resets:
+            stores = [each.folder for each in disk.summaries(cluster.disk) if each.rows > 1]
+            if not stores:
+                return False
+            cluster.damaged_disks += 1
+            damage(stores[0], random.Random(step.number))
+        return until(lambda: noticed() > before, _EFFECT_TIME)
+
+    return inject
+
+
+def _flip(folder: Path, source: random.Random) -> None:
+    """A byte in every page."""
+    with (folder / "rows").open("r+b") as rows:
+        for page in range(0, os.fstat(rows.fileno()).st_size, 4096):
+            rows.seek(page + source.randrange(4096))
+            rows.write(bytes([source.randrange(256)]))
+
+
+def _swap(folder: Path, _: random.Random) -> None:
+    rows = folder / "rows"
+    with sqlite3.connect(folder / "index.db") as index:
+        size = int(index.execute("SELECT value FROM notes WHERE name = 'row_bytes'").fetchone()[0])
+    index.close()
+    whole = rows.read_bytes()
+    with rows.open("r+b") as file:
+        file.write(whole[size:] + whole[:size])
+
+
+def _cut_off(folder: Path, source: random.Random) -> None:
+    os.truncate(folder / "rows", (folder / "rows").stat().st_size // source.randint(2, 20))
+
+
+def _damage_index(folder: Path, source: random.Random) -> None:
+    index = folder / "index.db"
+    with index.open("r+b") as file:
+        file.write(source.randbytes(index.stat().st_size))
+
+
+def _remove(folder: Path, _: random.Random) -> None:
+    shutil.rmtree(folder)
+
+
+def rollbacks(cluster: Cluster) -> Counter[str]:
+    """Of reading from the disk."""
+    found: Counter[str] = Counter()
+    for figures in _figures(cluster):
+        found.update(figures["fetches"]["by_transport"].get("disk", {}).get("reasons", {}))
+    return found
+
+
+def _failures(cluster: Cluster) -> int:
+    return sum(figures["disk"]["failures"] for figures in _figures(cluster))
+
+
+def _read(cluster: Cluster) -> int:
+    """Bytes."""
+    of_disk = [figures["fetches"]["by_transport"].get("disk") for figures in _figures(cluster)]
+    return sum(each["bytes"]["sum"] for each in of_disk if each is not None)
+
+
+def _written(cluster: Cluster) -> int:
+    return sum(figures["disk"]["written_bytes"] for figures in _figures(cluster))
+
+
+def _figures(cluster: Cluster) -> list[dict[str, dict[str, dict[str, dict[str, dict[str, int]]]]]]:
+    return [
+        found["replica"] for node in cluster.everybody() if "replica" in (found := node.figures())
+    ]
+
+
+KINDS: Mapping[str, Kind] = {
+    "disk rows flipped": _of_files(_flip),
+    "disk rows swapped": _of_files(_swap),
+    "disk rows cut off": _of_files(_cut_off),
+    "disk index damaged": _of_files(_damage_index),
+    "disk removed": _of_files(_remove),
+    DiskOrder.HANG: _by_order(DiskOrder.HANG, lambda cluster: rollbacks(cluster)["timeout"]),
+    DiskOrder.FAIL: _by_order(DiskOrder.FAIL, lambda cluster: rollbacks(cluster)["disk"]),
+    DiskOrder.SLOW: _by_order(DiskOrder.SLOW, _read),
+    DiskOrder.FULL: _by_order(DiskOrder.FULL, _failures),
+    DiskOrder.TEAR: _by_order(DiskOrder.TEAR, _written),
+}

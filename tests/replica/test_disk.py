@@ -1,0 +1,398 @@
+"""A replica saves what is used again on the disk of its host, and finds it after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.harness.replicas import content, fresh_keys
+from xinference_xavier import disk as store_module
+from xinference_xavier.disk import Store, folder_of, summaries
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.tier import DISK, FetchState
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
+from xinference_xavier.replica.canary import Difference, Sketch
+from xinference_xavier.replica.disk import Disk, DiskState
+from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.peer_tier import DiskTier
+
+ROW_BYTES = 8192
+ROWS = 16
+NEVER = 60.0
+CANARY: Sketch = {"layer": ("float32", [1.0, 2.0])}
+OTHER: Sketch = {"layer": ("float32", [2.0, -1.0])}
+
+
+class Life:
+    """A replica from a start to its end: its pool, and the disk below `parent`."""
+
+    def __init__(self, parent: Path, slots: int = 64) -> None:
+        self.region = Region.create(ROWS, ROW_BYTES)
+        self.pool = Pool(ROWS)
+        self.disk = Disk(parent, slots * ROW_BYTES, "model", self.region, self.pool)
+        self.namespace = SharedNamespace("namespace", self._move)
+        self.disk.move(self.namespace.lasting)
+        self.mirror = Mirror("own")
+        self.tier = DiskTier(self.pool, self.mirror, self.disk)
+        peers: Any = type("Peers", (), {"differing": set[str](), "trusts": lambda *_: True})()
+        self.arrived: list[Row] = []
+        self.fetcher = Fetcher(
+            incarnation="own",
+            pool=self.pool,
+            row_bytes=ROW_BYTES,
+            process=peers,
+            namespace=self.namespace,
+            mirror=self.mirror,
+            canary=peers,
+            disk=self.disk,
+            arrived=self.arrived.extend,
+            rolled_back=lambda fetch, reason: None,
+        )
+
+    async def _move(self, _: str) -> None:
+        self.disk.move(self.namespace.lasting)
+
+    def compute(self, keys: Sequence[bytes], origin: str | None = None) -> None:
+        rows = self.pool.reserve(keys).rows
+        for row in rows:
+            row.origin = origin
+            self.region.row(row.slot)[:] = content(row.key, ROW_BYTES)
+            self.pool.commit(row, self.region.checksum(row.slot, row.key))
+
+    async def save(self, keys: Sequence[bytes]) -> None:
+        """Use chunks twice, and wait until they are saved."""
+        self.compute(keys)
+        self.disk.used(keys)
+        self.disk.used(keys)
+        await self.until(lambda: set(keys) <= self.disk.index.keys())
+
+    async def fetch(self, keys: Sequence[bytes], seconds: float = NEVER) -> PeerFetch:
+        rows = self.pool.reserve(keys).rows
+        fetch = PeerFetch(DISK, rows, time.monotonic() + seconds)
+        await self.fetcher.start(fetch)
+        return fetch
+
+    def holds(self, keys: Sequence[bytes]) -> bool:
+        """Whether the pool has the right bytes of these chunks."""
+        rows = [row for row in map(self.pool.lookup, keys) if row is not None]
+        right = (np.array_equal(self.region.row(r.slot), content(r.key, ROW_BYTES)) for r in rows)
+        return len(rows) == len(keys) and all(right)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(NEVER):
+            while not condition():
+                self.disk._news.set()
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def life(parent: Path, canary: Sketch | None = CANARY, **options: Any) -> AsyncIterator[Life]:
+    """With a `canary` that its engine computes at the start."""
+    replica = Life(parent, **options)
+    running = asyncio.ensure_future(replica.disk.run())
+    if canary is not None:
+        replica.disk.probed(b"canary", canary)
+        await replica.until(lambda: replica.disk.state in (DiskState.OPEN, DiskState.DIFFERS))
+    yield replica
+    running.cancel()
+    replica.disk.close()
+    assert not running.done() or not running.cancelled() or running.exception() is None
+
+
+async def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
+    keys = fresh_keys(5)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        await replica.until(lambda: replica.pool.counts().pinned == 0)
+    async with life(tmp_path) as again:
+        fetch = await again.fetch(keys)
+        assert (fetch.state, fetch.reason) == (FetchState.COMMITTED, None)
+        assert again.holds(keys)
+        assert [row.key for row in again.arrived] == keys, "peers can have it"
+        counts = again.fetcher.counts
+        assert counts.fetches.by_transport[DISK].bytes.sum == 5 * ROW_BYTES
+        assert counts.rows == 0, "nothing came from a peer"
+
+
+async def test_what_was_used_once_is_not_saved(tmp_path: Path) -> None:
+    once, twice = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        replica.compute([once])
+        replica.disk.used([once])
+        await replica.save([twice])
+        assert once not in replica.disk.index
+
+
+async def test_a_named_prefix_is_saved_at_once(tmp_path: Path) -> None:
+    keys = fresh_keys(3)
+    async with life(tmp_path) as replica:
+        replica.compute(keys)
+        replica.disk.keep(keys)
+        await replica.until(lambda: set(keys) <= replica.disk.index.keys())
+
+
+async def test_what_waits_for_a_disk_that_is_not_open_is_bounded(tmp_path: Path) -> None:
+    async with life(tmp_path, canary=None) as replica:
+        for _ in range(10):
+            keys = fresh_keys(5 * ROWS)
+            replica.disk.used(keys)
+            replica.disk.used(keys)
+        assert len(replica.disk._wanted) == ROWS
+        assert len(replica.disk._once) == 4 * ROWS
+
+
+async def test_only_what_the_engine_has_computed_is_saved(tmp_path: Path) -> None:
+    """The peer that it came from may turn out to compute differently."""
+    copied, own = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        replica.compute([copied], origin="peer")
+        replica.disk.used([copied])
+        replica.disk.used([copied])
+        await replica.save([own])
+        assert copied not in replica.disk.index
+
+
+async def test_replicas_of_a_host_read_what_the_others_save(tmp_path: Path) -> None:
+    keys = fresh_keys(3)
+    async with life(tmp_path) as one, life(tmp_path) as other:
+        await one.save(keys)
+        await other.until(lambda: set(keys) <= other.disk.index.keys())
+        await other.fetch(keys)
+        assert other.holds(keys)
+
+
+async def test_without_a_canary_nothing_is_read_or_saved(tmp_path: Path) -> None:
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+    async with life(tmp_path, canary=None) as again:
+        await again.until(lambda: again.disk.state is DiskState.COMPARING)
+        assert not again.disk.index
+        assert not again.tier.ready
+
+
+async def test_rows_of_an_engine_that_computed_differently_are_not_used(tmp_path: Path) -> None:
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+    async with life(tmp_path, canary=OTHER) as other:
+        assert other.disk.state is DiskState.DIFFERS
+        assert not other.disk.index
+    async with life(tmp_path) as again:
+        assert set(keys) <= again.disk.index.keys(), "they are of use to the first one"
+
+
+async def test_a_failed_audit_ends_the_use_of_the_disk(tmp_path: Path) -> None:
+    keys = fresh_keys(1)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        replica.disk.distrust(Difference("layer", 1.5))
+        assert replica.disk.state is DiskState.DIFFERS
+        assert not replica.disk.index
+
+
+async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) -> None:
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        replica.disk.reset()
+        await replica.namespace.isolate()
+        assert not replica.disk.index
+        replica.disk.probed(b"canary", OTHER)
+        assert await replica.namespace.rejoin("2")
+        await replica.until(lambda: replica.disk.state is DiskState.OPEN)
+        assert not replica.disk.index, "the new weights have a store of their own"
+    assert len(summaries(tmp_path)) == 2
+
+
+def damaged(parent: Path, number: int) -> None:
+    """Flip a bit of the row in this slot."""
+    with (folder_of(parent, "namespace", ROW_BYTES) / "rows").open("r+b") as rows:
+        rows.seek(number * ROW_BYTES + 100)
+        (byte,) = rows.read(1)
+        rows.seek(number * ROW_BYTES + 100)
+        rows.write(bytes([byte ^ 1]))
+
+
+async def test_a_damaged_row_ends_the_fetch_before_it_and_is_forgotten(tmp_path: Path) -> None:
+    keys = fresh_keys(4)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        slots = [replica.disk.index[key].slot for key in keys]
+    damaged(tmp_path, slots[2])
+    async with life(tmp_path) as again:
+        fetch = await again.fetch(keys)
+        assert (len(fetch.committed), fetch.reason) == (2, "checksum")
+        assert again.holds(keys[:2])
+        assert not again.holds(keys[2:3])
+        assert again.pool.counts().filling == 0
+        await again.until(lambda: keys[2] not in again.disk.index)
+        assert keys[3] in again.disk.index
+
+
+async def test_a_chunk_that_is_gone_is_not_held(tmp_path: Path) -> None:
+    held, gone = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save([held])
+        replica.pool.reset()
+        fetch = await replica.fetch([held, gone])
+        assert (len(fetch.committed), fetch.reason) == (1, "not held")
+        assert (await replica.fetch([gone])).reason == "not held"
+
+
+async def test_a_disk_that_hangs_costs_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows stay in quarantine for as long as they may be written."""
+    keys = fresh_keys(2)
+    answers = threading.Event()
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        replica.pool.reset()
+        read = Store.read
+
+        def hang(store: Store, slot: int, row: memoryview) -> bool:
+            answers.wait()
+            return read(store, slot, row)
+
+        monkeypatch.setattr(Store, "read", hang)
+        rows = replica.pool.reserve(keys).rows
+        fetch = PeerFetch(DISK, rows, time.monotonic() + 0.05)
+        fetching = replica.fetcher.start(fetch)
+        await replica.until(fetch.ended.is_set)
+        assert (fetch.state, fetch.reason) == (FetchState.ROLLED_BACK, "timeout")
+        assert replica.pool.counts().quarantined == 2
+        fetching.cancel()  # as when the replica stops
+        await asyncio.sleep(0)
+        assert replica.pool.counts().quarantined == 2
+        answers.set()
+        await asyncio.wait({fetching})
+        assert replica.pool.counts().quarantined == 0
+
+
+async def test_a_disk_that_fails_to_read_is_said_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = fresh_keys(1)
+
+    def fail(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        replica.pool.reset()
+        monkeypatch.setattr(Store, "read", fail)
+        assert (await replica.fetch(keys)).reason == "disk"
+        assert replica.disk.report().failures == 1
+        assert "Input/output error" in replica.disk.report().problem
+
+
+async def test_a_full_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, lost = fresh_keys(2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with life(tmp_path) as replica:
+        await replica.save([saved])
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "write", full)
+            replica.compute([lost])
+            replica.disk.keep([lost])
+            await replica.until(lambda: replica.disk.report().failures == 1)
+        assert lost not in replica.disk.index
+        replica.pool.reset()
+        await replica.fetch([saved])
+        assert replica.holds([saved])
+
+
+async def test_a_store_that_was_removed_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
+    before, after = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save([before])
+        store_module.remove(folder_of(tmp_path, "namespace", ROW_BYTES))
+        await replica.until(lambda: before not in replica.disk.index)
+        await replica.until(lambda: replica.disk.state is DiskState.OPEN)
+        await replica.save([after])
+
+
+async def test_a_disk_that_is_not_there_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    async with life(tmp_path / "file" / "folder", canary=None) as replica:
+        await replica.until(lambda: replica.disk.report().failures > 0)
+        assert replica.disk.report().state == "closed"
+        assert "NotADirectoryError" in replica.disk.report().problem
+
+
+# -- the sets of sources ---------------------------------------------------------------------------
+
+
+class Peers:
+    """A tier with the peers "one" and "two", which hold the chunks of the same name, and a disk."""
+
+    def __init__(self, tmp_path: Path, one: bytes, two: bytes, saved: bytes) -> None:
+        self.life = Life(tmp_path)
+        keys = {each: bytes([each]) * 36 for each in {*one, *two, *saved}}
+        self.keys = keys
+        changes = tuple(
+            Change(name, 1, b"".join(keys[each] for each in held), b"", True)
+            for name, held in (("one", one), ("two", two))
+        )
+        members = tuple(Member(name, "127.0.0.1:1", True) for name in ("one", "two"))
+        self.life.mirror.apply(Update(1, "epoch", True, Settings(), 36, members, changes))
+        self.life.disk.index = {keys[each]: store_module.Place(0, 0) for each in saved}
+        self.tier = self.life.tier
+        background: Any = type("Any", (), {"ready": True})()
+        background.namespace, background.process = self.life.namespace, background
+        self.tier.open(background)
+
+    def run(self, keys: bytes, without: Sequence[str] = ()) -> tuple[int, list[str]]:
+        wanted = [self.keys.get(each, bytes(36)) for each in keys]
+        count, sources = self.tier.run(wanted, ~self.tier.set_of(without))
+        return count, sorted(self.tier.sources(sources)) if count else []
+
+    def holders(self, key: bytes) -> list[str]:
+        return sorted(self.tier.sources(self.tier.holders(self.keys[key[0]])))
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Peers:
+    return Peers(tmp_path, one=b"abc", two=b"ab", saved=b"abcd")
+
+
+def test_the_disk_is_one_more_source(peers: Peers) -> None:
+    assert peers.holders(b"a") == ["disk", "one", "two"]
+    assert peers.holders(b"d") == ["disk"]
+
+
+def test_the_longest_run_of_any_source_counts(peers: Peers) -> None:
+    assert peers.run(b"abcd") == (4, ["disk"])
+    assert peers.run(b"abcx") == (3, ["disk", "one"])
+    assert peers.run(b"abcd", without=["disk"]) == (3, ["one"])
+    assert peers.run(b"ab", without=["one"]) == (2, ["disk", "two"])
+    assert peers.run(b"x") == (0, [])
+
+
+def test_switched_off_nothing_is_read_from_the_disk(peers: Peers) -> None:
+    peers.life.mirror.enabled = False
+    assert peers.run(b"abcd") == (3, ["one"])
+
+
+def test_between_a_reset_and_the_move_nothing_is_there(peers: Peers) -> None:
+    peers.life.namespace.announce_reset()
+    assert not peers.tier.ready
+    assert peers.holders(b"a") == []

@@ -1,0 +1,291 @@
+"""A store gives back the rows that were written to it, whatever happens to its files: or none."""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xinference_xavier.disk import (
+    WEEK,
+    Store,
+    StoreGoneError,
+    discard,
+    folder_of,
+    is_damage,
+    remove,
+    remove_unused,
+    summaries,
+)
+from xinference_xavier.pool.region import Region
+
+ROW_BYTES = 8192
+SLOTS = 4
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folder_of(tmp_path, "namespace", ROW_BYTES)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(folder: Path, clock: Clock) -> Store:
+    return opened(folder, clock)
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create(SLOTS, ROW_BYTES)
+    yield region
+    del region
+
+
+def opened(folder: Path, clock: Clock, slots: int = SLOTS) -> Store:
+    return Store(folder, ROW_BYTES, slots * ROW_BYTES + ROW_BYTES // 2, clock=clock)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(36)
+
+
+def save(store: Store, region: Region, *numbers: int) -> list[int]:
+    """Write rows of bytes that tell their number; returns their slots."""
+    slots = store.reserve(len(numbers))
+    entries = []
+    for slot, number in zip(slots, numbers, strict=False):
+        region.row(0)[:] = number
+        store.write(slot, region.row(0).data)
+        entries.append((slot, key(number), region.checksum(0, key(number))))
+    store.commit(entries)
+    store.refresh()
+    return slots
+
+
+def read(store: Store, region: Region, number: int) -> bool:
+    """Whether the row of this number is there, verified as replicas do."""
+    place = store.index[key(number)]
+    region.row(1)[:] = 0
+    complete = store.read(place.slot, region.row(1).data)
+    found = complete and region.checksum(1, key(number)) == place.checksum
+    assert not found or np.all(region.row(1) == number)
+    return found
+
+
+def saved(store: Store) -> set[int]:
+    store.refresh()
+    return {int.from_bytes(each) for each in store.index}
+
+
+def test_a_row_is_there_after_a_restart(folder: Path, store: Store, region: Region) -> None:
+    save(store, region, 1, 2)
+    store.close()
+    again = opened(folder, Clock())
+    assert saved(again) == {1, 2}
+    assert read(again, region, 1)
+    assert read(again, region, 2)
+
+
+def test_others_find_it_when_they_look(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    other = opened(folder, clock)
+    save(store, region, 1)
+    assert other.index == {}
+    other.refresh()
+    assert read(other, region, 1)
+
+
+def test_the_least_recently_used_goes_first_and_the_limit_holds(
+    folder: Path, store: Store, region: Region
+) -> None:
+    save(store, region, 1, 2, 3, 4)
+    store.touch([key(1)])
+    save(store, region, 5, 6)
+    assert saved(store) == {1, 4, 5, 6}
+    assert (folder / "rows").stat().st_size <= SLOTS * ROW_BYTES
+
+
+def test_a_slot_has_no_entry_while_it_is_written(store: Store, region: Region) -> None:
+    save(store, region, 1, 2, 3, 4)
+    store.reserve(2)
+    assert saved(store) == {3, 4}
+
+
+def test_no_two_writers_get_one_slot(folder: Path, store: Store, clock: Clock) -> None:
+    other = opened(folder, clock)
+    slots = store.reserve(2) + other.reserve(2)
+    assert sorted(slots) == [0, 1, 2, 3]
+    assert store.reserve(1) == []
+
+
+def test_slots_of_a_writer_that_died_are_handed_out_later(store: Store, clock: Clock) -> None:
+    store.reserve(SLOTS)
+    clock.now += 599.0
+    assert len(store.reserve(1)) == 1
+
+
+def test_a_chunk_that_two_have_written_is_there_once(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    other = opened(folder, clock)
+    save(store, region, 1)
+    save(other, region, 1)
+    assert read(other, region, 1)
+    assert len(store.reserve(SLOTS)) == SLOTS, "the second one's slot is free at once"
+
+
+def test_a_void_row_is_removed_for_all(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    other = opened(folder, clock)
+    (slot, _) = save(store, region, 1, 2)
+    store.remove([(key(1), slot)])
+    assert saved(other) == {2}
+
+
+def test_what_another_chunk_has_taken_since_is_not_removed(store: Store, region: Region) -> None:
+    (slot, *_) = save(store, region, 1, 2, 3, 4)
+    assert save(store, region, 5) == [slot]
+    store.remove([(key(1), slot)])
+    assert saved(store) == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut off", "swapped", "torn"])
+def test_a_damaged_row_is_no_row(folder: Path, store: Store, region: Region, damage: str) -> None:
+    save(store, region, 1, 2)
+    rows = folder / "rows"
+    whole = bytearray(rows.read_bytes())
+    match damage:
+        case "flipped":
+            whole[100] ^= 1
+        case "cut off":
+            del whole[100:]
+        case "swapped":
+            whole = whole[ROW_BYTES:] + whole[:ROW_BYTES]
+        case "torn":
+            whole[4096:ROW_BYTES] = bytes(4096)
+    rows.write_bytes(whole)
+    assert not read(store, region, 1)
+
+
+@pytest.mark.parametrize("damage", [b"no database at all", b""])
+def test_a_damaged_index_is_begun_anew(
+    folder: Path, store: Store, region: Region, clock: Clock, damage: bytes
+) -> None:
+    save(store, region, 1)
+    store.close()
+    (folder / "index.db").write_bytes(damage)
+    again = opened(folder, clock)
+    assert again.index == {}
+    save(again, region, 2)
+    assert read(again, region, 2)
+
+
+def test_pages_that_turn_out_malformed_are_damage_too(folder: Path, store: Store) -> None:
+    with pytest.raises(sqlite3.DatabaseError) as raised:
+        sqlite3.connect(":memory:").execute("SELECT 1 FROM nothing")
+    assert not is_damage(raised.value)
+    assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
+
+
+def test_an_index_of_another_version_is_begun_anew(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    save(store, region, 1)
+    store.close()
+    with sqlite3.connect(folder / "index.db") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    assert opened(folder, clock).index == {}
+
+
+@pytest.mark.parametrize("removed", [remove, discard])
+def test_whoever_has_a_removed_store_open_notices(
+    folder: Path, store: Store, region: Region, clock: Clock, removed: object
+) -> None:
+    save(store, region, 1)
+    assert callable(removed)
+    removed(folder)
+    with pytest.raises(StoreGoneError):
+        store.refresh()
+    with pytest.raises(StoreGoneError):
+        store.reserve(1)
+    opened(folder, clock)  # another one
+    with pytest.raises(StoreGoneError):
+        store.refresh()
+
+
+def test_a_lower_limit_holds_at_once(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    save(store, region, 1, 2, 3, 4)
+    store.close()
+    smaller = opened(folder, clock, slots=2)
+    assert len(saved(smaller)) == 2
+    assert (folder / "rows").stat().st_size == 2 * ROW_BYTES
+
+
+def test_a_full_disk_is_used_as_far_as_it_goes(
+    folder: Path, store: Store, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, region, 1, 2)
+
+    def full(*_: object) -> int:
+        return 100
+
+    slot, _ = store.reserve(2)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwritev", full)
+        with pytest.raises(OSError, match="No space left"):
+            store.write(slot, region.row(0).data)
+    assert len(save(store, region, 3, 4)) == 2
+    assert saved(store) == {3, 4}
+
+
+def test_notes_are_everybodys(folder: Path, store: Store, clock: Clock) -> None:
+    assert store.note("canary", {"layer": [1.5]}) == {"layer": [1.5]}
+    assert opened(folder, clock).note("canary", {"layer": [2.5]}) == {"layer": [1.5]}
+
+
+def test_only_the_owner_can_read_it(folder: Path, store: Store, region: Region) -> None:
+    save(store, region, 1)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+
+def test_a_summary_tells_what_a_store_has(
+    tmp_path: Path, folder: Path, store: Store, region: Region
+) -> None:
+    store.note("model", "qwen")
+    save(store, region, 1, 2)
+    (summary,) = summaries(tmp_path)
+    assert (summary.folder, summary.notes, summary.rows) == (folder, {"model": "qwen"}, 2)
+    assert summary.bytes == 2 * ROW_BYTES
+
+
+def test_what_nobody_has_used_for_a_week_is_removed(
+    tmp_path: Path, folder: Path, store: Store, clock: Clock
+) -> None:
+    (used,) = (each.used for each in summaries(tmp_path))
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "other").mkdir()
+    assert remove_unused(tmp_path, used + WEEK) == []
+    assert remove_unused(tmp_path, used + WEEK + 1) == [folder]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "other"]

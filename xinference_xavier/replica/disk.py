@@ -1,0 +1,366 @@
+"""The host's disk beside the peers: what this replica saves there, and what it reads from there.
+
+A chunk is saved, in the background, once two requests or a peer had it, or while a named prefix has
+it; only what this engine has computed itself. It is read like a peer's: `Fetcher` runs the
+transaction, and the cost model knows the disk as one more source.
+
+| state     | what is done                   | left for                                          |
+|-----------|--------------------------------|---------------------------------------------------|
+| CLOSED    | the store is opened, if we may | COMPARING: it is open                             |
+| COMPARING | waits for the engine's canary  | OPEN: whoever saved rows here computed the same   |
+|           |                                | DIFFERS: it did not                               |
+| OPEN      | rows are saved and read        | DIFFERS: an audit found a row that is not ours    |
+| DIFFERS   | nothing                        |                                                   |
+
+Each state is left for CLOSED when the namespace changes, or when the disk fails.
+
+Threading: the replica's background loop; the scheduler thread asks a `DiskTier`. Calls to the disk
+run in daemon threads, because they may never return: one for the index and for writing, others for
+reading. If they hang, reads end by their deadlines, and the cost model leaves the disk out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sqlite3
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from xinference_xavier import disk
+from xinference_xavier.disk import Place, Store
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.tier import DISK
+from xinference_xavier.protocol.transfer import PullResult
+from xinference_xavier.replica.canary import Difference, Sketch, difference
+from xinference_xavier.runtime.aio import DaemonThreads, within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.stats.schema import DiskStats
+
+logger = logging.getLogger(__name__)
+
+_PAUSE = 1.0  # seconds between two looks at the index, at most
+_RETRY = 30.0  # seconds after a failure
+_HANGS = 10.0  # seconds
+_CLEAN_UP = 3600.0  # seconds
+_BATCH = 16  # rows that are pinned and written at a time
+READERS = 4
+"""Threads that read."""
+_REMEMBERED = 4  # chunks that were used once, for each row of the pool
+_MAX_WAITING = 1024  # rows to be read
+_SHARE = 10  # the file system is so many times as large as the store, by default
+
+
+class DiskState(Enum):
+    """See the module's docstring."""
+
+    CLOSED = "closed"
+    COMPARING = "comparing"
+    OPEN = "open"
+    DIFFERS = "computed differently"
+
+
+class Disk:
+    """A store of at most `max_bytes` below `parent`, for the rows of `region`. None stands for a
+    tenth of the file system."""
+
+    def __init__(
+        self, parent: Path, max_bytes: int | None, model_uid: str, region: Region, pool: Pool
+    ) -> None:
+        self.index: Mapping[bytes, Place] = {}  # of what can be read
+        self.state = DiskState.CLOSED
+        self.stats = DiskStats(folder=str(parent))
+        self._parent = parent
+        self._max_bytes = max_bytes
+        self._model_uid = model_uid
+        self._region = region
+        self._pool = pool
+        self._namespace: str | None = None
+        self._store: Store | None = None
+        self._sketches: dict[str, Sketch] = {}  # by canary
+        self._once: OrderedDict[bytes, None] = OrderedDict()  # chunks that one request had
+        self._wanted: dict[bytes, None] = {}  # to be saved
+        self._touched: set[bytes] = set()
+        self._void: list[tuple[bytes, int]] = []
+        self._open_at = self._save_at = self._clean_up_at = 0.0
+        self._news = asyncio.Event()
+        self._thread = DaemonThreads(1, "xavier-disk")
+        self._readers = DaemonThreads(READERS, "xavier-disk-read")
+        self._log = RateLimitedLog(logger)
+
+    # -- told by the replica --------------------------------------------------------------------
+
+    def move(self, namespace: str | None) -> None:
+        """Change to the store of another namespace; None: to none."""
+        self._namespace = namespace
+        self._once.clear()
+        self._wanted.clear()
+        self._close()
+        self._open_at = 0.0
+
+    def reset(self) -> None:
+        """The engine's weights may have changed, and what it computes."""
+        self.move(None)
+        self._sketches.clear()
+
+    def probed(self, key: bytes, sketch: Sketch) -> None:
+        """The engine has computed a canary's chunk, or some groups of it."""
+        name = f"canary {key.hex()}"
+        self._sketches[name] = {**self._sketches.get(name, {}), **sketch}
+        self._news.set()
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """A request, or a peer, had these chunks."""
+        again = []
+        for key in keys:
+            if key in self.index:
+                self._touched.add(key)
+            elif key in self._once:
+                again.append(key)
+            else:
+                self._once[key] = None
+        while len(self._once) > _REMEMBERED * self._pool.slots:
+            self._once.popitem(last=False)
+        self.keep(again)
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Save these chunks, such as those of a named prefix."""
+        self._wanted.update((key, None) for key in keys if key not in self.index)
+        for key in [*islice(self._wanted, max(0, len(self._wanted) - self._pool.slots))]:
+            del self._wanted[key]  # there is no room for it in the pool
+        if self._wanted:
+            self._news.set()
+
+    def distrust(self, found: Difference) -> None:
+        """A row of the store differs from what the engine computes."""
+        self._close()
+        self.state = DiskState.DIFFERS
+        self._log.warn(
+            "differs",
+            "the disk has rows that were computed differently, and is not used; "
+            "`xinference-xavier disk clear %s` removes them: layer=%s amount=%.3g",
+            self._parent,
+            found.layer,
+            found.amount,
+        )
+
+    def close(self) -> None:
+        """The replica ends."""
+        self.move(None)
+        self._thread.shutdown()
+        self._readers.shutdown()
+
+    def report(self) -> DiskStats:
+        return replace(self.stats, state=self.state.value)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def read(self, rows: Sequence[Row]) -> tuple[list[int], Awaitable[PullResult]]:
+        """Read the rows of these chunks, from the first one on, into their slots. Returns their
+        checksums, and what tells how many were verified; it may be cancelled only when it is done.
+        """
+        index = self.index
+        found = takewhile(
+            lambda each: each[1] is not None, ((row, index.get(row.key)) for row in rows)
+        )
+        places = [(row, place) for row, place in found if place is not None]
+        return [place.checksum for _, place in places], self._read(rows, places)
+
+    async def _read(self, rows: Sequence[Row], places: Sequence[tuple[Row, Place]]) -> PullResult:
+        store = self._store
+        if store is None or not places:
+            return PullResult(0, "not held", DISK)
+        if self._readers.waiting + len(places) > _MAX_WAITING:
+            return PullResult(0, "busy", DISK)
+        loop = asyncio.get_running_loop()
+        reading = asyncio.gather(
+            *(
+                loop.run_in_executor(self._readers, self._read_row, store, row, place)
+                for row, place in places
+            ),
+            return_exceptions=True,
+        )
+        cancelled: asyncio.CancelledError | None = None
+        while not reading.done():  # until then, threads write to the rows
+            try:
+                await asyncio.shield(reading)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        reasons = [*map(self._reason, reading.result(), places), "not held"]
+        verified = len([*takewhile(lambda reason: reason is None, reasons)])
+        return PullResult(verified, None if verified == len(rows) else reasons[verified], DISK)
+
+    def _reason(self, outcome: str | BaseException | None, place: tuple[Row, Place]) -> str | None:
+        """Why a row was not read; None if it was."""
+        if outcome is None:
+            return None
+        self._void.append((place[0].key, place[1].slot))
+        if isinstance(outcome, str):
+            return outcome
+        self._failed(outcome)
+        return "disk"
+
+    def _read_row(self, store: Store, row: Row, place: Place) -> str | None:
+        """Why it is not the chunk's row; None if it is. Raises OSError."""
+        complete = store.read(place.slot, self._region.row(row.slot).data)
+        is_equal = complete and self._region.checksum(row.slot, row.key) == place.checksum
+        return None if is_equal else "checksum"
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Save what is wanted, and keep the index up to date, until cancelled."""
+        while True:
+            with suppress(TimeoutError):
+                await within(0.0 if self._wanted and self._saves else _PAUSE, self._news.wait())
+            self._news.clear()
+            try:
+                await self._work()
+            except (OSError, sqlite3.Error) as error:
+                self._failed(error)
+                damaged = self._store if disk.is_damage(error) else None
+                self._close()
+                if damaged is not None:
+                    await self._call(disk.discard, damaged.folder)
+
+    async def _work(self) -> None:
+        now, namespace = time.monotonic(), self._namespace
+        if namespace is None or self.state is DiskState.DIFFERS:
+            return
+        if self._store is None and now >= self._open_at:
+            self._open_at = now + _RETRY
+            store = await self._call(self._open, namespace)
+            if namespace != self._namespace:  # it has changed meanwhile
+                await self._call(store.close)
+                return
+            self._store, self.state, self.stats.problem = store, DiskState.COMPARING, ""
+        store = self._store
+        if store is None:
+            return
+        if self.state is DiskState.COMPARING and self._sketches:
+            found = await self._call(self._compare, store, {**self._sketches})
+            if store is not self._store:
+                return
+            if found is not None:
+                self.distrust(found)
+                return
+            self.state, self.index = DiskState.OPEN, store.index
+        if self.state is not DiskState.OPEN:
+            return
+        touched, self._touched = self._touched, set()
+        void, self._void = self._void, []
+        rows = self._pinned() if self._saves else []
+        try:
+            failure = await self._call(self._update, store, touched, void, rows)
+        finally:
+            self._pool.unpin(rows)
+        self.stats.rows = len(store.index)
+        if failure is not None:  # it may be full, and be read all the same
+            self._failed(failure)
+            self._save_at = time.monotonic() + _RETRY
+
+    @property
+    def _saves(self) -> bool:
+        return self.state is DiskState.OPEN and time.monotonic() >= self._save_at
+
+    def _pinned(self) -> list[Row]:
+        """Some rows to save, pinned."""
+        rows: list[Row] = []
+        for key in [*islice(self._wanted, 64 * _BATCH)]:
+            del self._wanted[key]
+            row = None if key in self.index else self._pool.lookup(key)
+            if row is None or row.origin is not None or row.checksum is None:
+                continue
+            if self._pool.pin_row(row):
+                rows.append(row)
+                if len(rows) == _BATCH:
+                    break
+        return rows
+
+    async def _call(self, call: Callable[..., Any], *args: object) -> Any:
+        """Call it in the thread for the index, and wait for as long as it takes."""
+        calling = asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        await asyncio.wait({calling}, timeout=_HANGS)
+        if not calling.done():
+            self._failed(TimeoutError(f"no answer within {_HANGS:g} s"))
+        return await calling
+
+    def _failed(self, error: BaseException) -> None:
+        self.stats.failures += 1
+        self.stats.problem = f"{type(error).__name__}: {error}"
+        self._log.warn(
+            str(error), "the disk fails, sharing goes on: folder=%s error=%r", self._parent, error
+        )
+
+    def _close(self) -> None:
+        """Calls to the store that are under way go on."""
+        if self._store is not None:
+            self._thread.submit(self._store.close)
+        self.index, self._store = {}, None
+        self._touched.clear()
+        self._void.clear()
+        self.state = DiskState.CLOSED
+        self.stats.rows = 0
+
+    # -- in the thread for the index ------------------------------------------------------------
+
+    def _open(self, namespace: str) -> Store:
+        if time.monotonic() >= self._clean_up_at:
+            self._clean_up_at = time.monotonic() + _CLEAN_UP
+            disk.remove_unused(self._parent, time.time())
+        self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        limit = self._max_bytes or shutil.disk_usage(self._parent).total // _SHARE
+        folder = disk.folder_of(self._parent, namespace, self._region.row_bytes)
+        store = Store(folder, self._region.row_bytes, limit)
+        self.stats.limit_bytes = limit
+        store.note("model", self._model_uid)
+        store.note("namespace", namespace)
+        store.note("row_bytes", self._region.row_bytes)
+        return store
+
+    def _compare(self, store: Store, sketches: Mapping[str, Sketch]) -> Difference | None:
+        """How the engine differs from those that have used the store."""
+        for name, sketch in sketches.items():
+            if (found := difference(sketch, store.note(name, sketch))) is not None:
+                return found
+        return None
+
+    def _update(
+        self,
+        store: Store,
+        touched: Iterable[bytes],
+        void: Sequence[tuple[bytes, int]],
+        rows: Sequence[Row],
+    ) -> OSError | None:
+        """Returns why not all rows could be written."""
+        if touched:
+            store.touch(touched)
+        if void:
+            store.remove(void)
+        failure = self._save(store, rows) if rows else None
+        store.refresh()
+        return failure
+
+    def _save(self, store: Store, rows: Sequence[Row]) -> OSError | None:
+        written, failure = [], None
+        try:
+            for slot, row in zip(store.reserve(len(rows)), rows, strict=False):
+                store.write(slot, self._region.row(row.slot).data)
+                assert row.checksum is not None, "only such rows are saved"
+                written.append((slot, row.key, row.checksum))
+        except OSError as error:
+            failure = error
+        store.commit(written)
+        self.stats.written_bytes += len(written) * store.row_bytes
+        return failure
