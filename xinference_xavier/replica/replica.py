@@ -339,9 +339,7 @@ class Replica:
             if self._disk is not None:
                 self._disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self._engine.work_on_probes():
-                take_result(
-                    result, self.canary, self._disk, self._events.audit_failed, self.flush
-                )
+                take_result(result, self.canary, self._disk, self._events.audit_failed, self.flush)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
 
     def _not_sharing(self) -> NotSharing | None:

@@ -21,7 +21,13 @@ POOL = {
     "row_bytes": ROW_BYTES,
     "cache_rows": 256,
 }
-HITS = {"prefix_cache": 12_000, "local_pool": 8_000, "remote": 20_000, "computed": 40_000}
+HITS = {
+    "prefix_cache": 12_000,
+    "local_pool": 8_000,
+    "disk": 0,
+    "remote": 20_000,
+    "computed": 40_000,
+}
 
 
 def replica(

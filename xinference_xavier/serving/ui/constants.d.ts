@@ -5,7 +5,7 @@ import type en from "./languages/en.json";
 declare global {
   type Words = typeof en;
   type Language = "en" | "zh" | "zh-TW" | "ja" | "ko";
-  type Source = "prefix_cache" | "local_pool" | "remote" | "computed";
+  type Source = "prefix_cache" | "local_pool" | "disk" | "remote" | "computed";
   type Choice = "local" | "fetch" | "compute" | "backlog" | "prefill";
   type Routing = "auto" | "backlog" | "off";
 }

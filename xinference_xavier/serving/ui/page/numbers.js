@@ -246,8 +246,8 @@ export function recentOf(samples, totals) {
   const hits = bySource((source) =>
     sum(steps.map(({ before, sample }) => increase(sample.hits?.[source], before.hits?.[source]))),
   );
-  const shared = hits.local_pool + hits.remote;
-  const sharedEver = totals.hits.local_pool + totals.hits.remote;
+  const shared = sharedOf(hits);
+  const sharedEver = sharedOf(totals.hits);
   return {
     hits,
     shared,
@@ -260,6 +260,14 @@ export function recentOf(samples, totals) {
       return { requests: sum(counts), median: quantile(counts, 0.5) };
     }),
   };
+}
+
+/**
+ * Tokens that came from anywhere but vLLM's own cache.
+ * @param {Record<Source, number>} hits
+ */
+export function sharedOf(hits) {
+  return hits.local_pool + hits.disk + hits.remote;
 }
 
 /**

@@ -18,6 +18,7 @@ import {
   ratesOf,
   recentOf,
   rolledBack,
+  sharedOf,
   sum,
   tokensOf,
 } from "./numbers.js";
@@ -165,7 +166,7 @@ export function tilesView(report, links) {
       tile(
         "saved",
         text.saved,
-        count(hits.local_pool + hits.remote),
+        count(sharedOf(hits)),
         seconds > 0 ? fill(text.savedSeconds, { time: duration(seconds) }) : text.notMeasured,
       ),
       tile("received", text.received, bytes(received), fill(text.now, { rate })),
