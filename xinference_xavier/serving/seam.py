@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from importlib import import_module, metadata
 from pathlib import Path
@@ -32,6 +33,7 @@ class Feature(StrEnum):
     READINESS = "replicas take requests before their peers can fetch from them"
     ENVIRONMENTS = "nothing chooses the vLLM of a model's own environment"
     WORKERS = "doctor does not see the workers"
+    PLACEMENT = "metrics of replicas lack worker_address"
     FINDING = "requests go to replicas in turn, and named prefixes are not computed in advance"
     ROUTING = "requests go to replicas in turn, and those that name a prefix go without it"
     CHATS = "requests to /v1/messages and /v1/responses may go where their prefix is not"
@@ -109,6 +111,10 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
         "xinference.model.llm.llm_family": ("BUILTIN_LLM_FAMILIES",),
     },
     Feature.WORKERS: {_SUPERVISOR: ("_worker_address_to_worker",)},
+    Feature.PLACEMENT: {
+        _SUPERVISOR: ("_model_uid_to_replica_info", "_replica_model_uid_to_worker"),
+        "xinference.core.supervisor:ReplicaInfo": ("active_replica_ids",),
+    },
     Feature.FINDING: {
         _SUPERVISOR: ("get_model(model_uid)", "_replica_model_uid_to_worker"),
         _WORKER: ("get_model(model_uid)",),
@@ -319,6 +325,12 @@ def replica_name(model_uid: str, replica_id: int) -> str:
     return f"{model_uid}-rep{replica_id}"
 
 
+def replica_index(model_uid: str, replica: str) -> str:
+    """What xinference's metrics call the replica: its number. A name that is not xinference's
+    stays."""
+    return replica.removeprefix(f"{model_uid}-rep")
+
+
 def name_of(model: Any) -> str:
     """The name of the replica that a reference to a model actor is of."""
     return str(model.uid.decode())
@@ -328,6 +340,17 @@ def worker_of(supervisor: Any, replica: str) -> Any:
     """Raises KeyError."""
     worker = supervisor._replica_model_uid_to_worker[replica]
     return worker[0] if isinstance(worker, (list, tuple)) else worker  # a replica of several
+
+
+def worker_addresses(supervisor: Any, model_uid: str) -> dict[str, str]:
+    """The address of the worker of each of the model's replicas."""
+    found: dict[str, str] = {}
+    if works(Feature.PLACEMENT):
+        for number in active_replicas(supervisor, model_uid):
+            replica = replica_name(model_uid, number)
+            with suppress(KeyError):  # it has just been removed
+                found[replica] = worker_of(supervisor, replica).address
+    return found
 
 
 def replica_records(supervisor: Any) -> tuple[dict[str, Any], ...]:
