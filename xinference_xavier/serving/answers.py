@@ -9,11 +9,12 @@ from urllib.parse import unquote_to_bytes
 
 from fastapi import HTTPException, Request, Security
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
 from xinference_xavier.frontend.prefix import check_tenant
 from xinference_xavier.serving import seam
+from xinference_xavier.serving.bodies import Refusal
 from xinference_xavier.serving.gateway import UNREACHABLE
 from xinference_xavier.stats.answers import SALT_HEADER
 
@@ -26,23 +27,52 @@ Access = Callable[[Request, str], None]
 """Raises HTTPException unless the request may ask the model of that uid."""
 
 
+EVENTS = "text/event-stream"
+"""The answer of a route that streams."""
+_REFUSALS = {
+    400: "The body or a header is malformed.",
+    401: "No login, or the token has expired.",
+    403: "A right is missing.",
+    404: "No such model shares its cache, or it has no prefix of that name.",
+    413: "The body of a named prefix is too long.",
+    500: "An extension that supplies cache_salt fails.",
+    503: "Supervisor or tracker does not answer, or the names of prefixes cannot be read.",
+}
+
+
 def add_route(
     context: Any,
     method: str,
     path: str,
     scope: str,
     endpoint: Callable[..., Awaitable[Response]],
+    answer: Any,
     body: type[BaseModel] | None = None,
+    status: int = 200,
 ) -> None:
-    """`context` is xinference's APIExtensionContext. `body` is for the documentation: endpoints
-    read it themselves, because a refusal names the remedy."""
+    """`context` is xinference's APIExtensionContext. `answer` (a class, or `EVENTS`) and `body` are
+    for the documentation: endpoints read a body themselves, because a refusal names the remedy."""
     guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
+    responses: dict[int | str, dict[str, Any]] = {
+        code: {"model": Refusal, "description": text} for code, text in _REFUSALS.items()
+    }
     described: dict[str, Any] = {}
     if body is not None:
         content = {"application/json": {"schema": body.model_json_schema()}}
         described["requestBody"] = {"content": content, "required": True}
+    if answer == EVENTS:
+        responses[status] = {"content": {EVENTS: {"schema": {"type": "string"}}}}
     context.router.add_api_route(
-        path, endpoint, methods=[method], dependencies=guard, openapi_extra=described
+        path,
+        endpoint,
+        methods=[method],
+        dependencies=guard,
+        openapi_extra=described,
+        response_model=None if answer == EVENTS else answer,
+        response_class=Response if answer == EVENTS else JSONResponse,
+        responses=responses,
+        status_code=status,
+        tags=["xavier"],
     )
 
 

@@ -202,7 +202,7 @@ def _declared(kind: type[Any], labels: tuple[str, ...], *path: str) -> Iterator[
         if "metric" in shown:
             own = (shown["label"],) if shown["label"] else ()
             read_field = partial(_read_field, ".".join(where))
-            yield Family(shown["metric"], shown["help"], (*labels, *own), read_field)
+            yield Family(shown["metric"], shown["description"], (*labels, *own), read_field)
         elif is_dataclass(hints[field.name]):
             yield from _declared(hints[field.name], labels, *where)
 
