@@ -389,7 +389,9 @@ async def test_other_errors_pass() -> None:
 class Keys:
     """Lets everybody in. A key for another model is "elsewhere"."""
 
-    async def __call__(self, security_scopes: SecurityScopes) -> None:
+    async def __call__(
+        self, request: Request, security_scopes: SecurityScopes, token: str | None = None
+    ) -> None:
         pass
 
     def validate_model_access(self, token: str, model_uid: str, kind: str) -> bool:

@@ -43,6 +43,7 @@ class Feature(StrEnum):
     PLACES = "a stream that is abandoned keeps its place in the replica's limit"
     STREAMS = "a stream that is abandoned may block the API"
     ACCESS = "nobody may see the prefixes and explanations of models"
+    KEYS = "no API key may change anything"
     MIDDLEWARES = "what xinference refuses costs more"
     FOLDER = "named prefixes are stored in ~/.xinference"
     POOLS = "cancelled calls to a pool on 0.0.0.0 may occupy a core"
@@ -148,6 +149,23 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
         ),
         "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
             "has_model_access(model_uid, model_type)",
+        ),
+    },
+    Feature.KEYS: {
+        "xinference.api.oauth2.advanced.auth_service:AdvancedAuthService": (
+            "__call__(request, security_scopes, token)",
+            "validate_api_key(key)",
+            "db",
+        ),
+        "xinference.api.oauth2.advanced.auth_store:AuthStore": ("get_user_by_id(user_id)",),
+        "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
+            "has_model_access(model_uid, model_type)",
+            "model_permissions",
+            "user_id",
+        ),
+        "xinference.api.oauth2.advanced.cache:ModelPermission": (
+            "permission_type",
+            "permission_value",
         ),
     },
     Feature.MIDDLEWARES: {"fastapi:FastAPI": ("user_middleware",)},
@@ -482,6 +500,25 @@ def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:
     validate = getattr(auth_service, "validate_model_access", None)
     token = request.headers.get("authorization", "").partition(" ")[2].strip()
     return validate is None or bool(validate(token, model_uid, "LLM"))
+
+
+CHANGES = ("xavier", "write")
+"""Type and value of a permission of ours among a key's `model_permissions`. xinference keeps those
+that it does not know, and none of its own routes opens to them."""
+
+
+def key_may_change(auth_service: Any, token: str, model_uid: str) -> bool:
+    """Whether this is an API key for the model with that permission, whose owner may change models.
+
+    The owner counts because accounts make keys for themselves, with any permissions.
+    """
+    validate = getattr(auth_service, "validate_api_key", None)
+    key = validate(token) if validate is not None and works(Feature.KEYS) else None
+    if key is None or not key.has_model_access(model_uid, "LLM"):
+        return False
+    given = {(each.permission_type, each.permission_value) for each in key.model_permissions}
+    owner = auth_service.db.get_user_by_id(key.user_id) if CHANGES in given else None
+    return owner is not None and not {"admin", "models:write"}.isdisjoint(owner["permissions"])
 
 
 def supplied_salt(request: Any) -> Any:
