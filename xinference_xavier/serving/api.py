@@ -118,10 +118,8 @@ class _Routes:
         return JSONResponse(await answered_for(model_uid, self._change(model_uid, change)))
 
     async def _change(self, model_uid: str, change: Change) -> dict[str, Any]:
-        if change.enabled is not None:
-            await self._trackers.call(model_uid, "set_enabled", change.enabled)
-        if change.routing is not None:
-            await self._trackers.call(model_uid, "set_routing", change.routing)
+        for name, value in change.model_dump(exclude_none=True).items():
+            await self._trackers.call(model_uid, f"set_{name}", value)
         report = await self._trackers.report(model_uid)
         if change.routing is not None:
             # This process learns of it from the tracker, perhaps a moment later.

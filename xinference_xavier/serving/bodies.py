@@ -23,6 +23,7 @@ class Body(BaseModel):
 class Change(Body):
     """Settings of a model that runs. What is missing stays."""
 
+    # The tracker's method for a setting is `set_` and its name.
     enabled: StrictBool | None = None
     """Sharing between its replicas."""
     routing: Routing | None = None
