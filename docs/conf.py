@@ -25,11 +25,11 @@ def metrics_table() -> str:
 
 
 def explain_fields(*event: Any) -> None:
-    """The help of a metric explains its field, too."""
+    """The description of a metric explains its field, too."""
     *_, thing, _, lines = event
     if is_dataclass(thing):
         own = [each for each in fields(thing) if each.name in get_annotations(thing)]
-        helps = {each.name: each.metadata.get("help") for each in own}
+        helps = {each.name: each.metadata.get("description") for each in own}
         lines += [f"* ``{name}``: {text}" for name, text in helps.items() if text] + [""]
 
 

@@ -14,10 +14,12 @@ from xml.etree import ElementTree
 import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from tests.models.architectures import ARCHITECTURES
 from xinference_xavier import errors, events
 from xinference_xavier.serving.api import add_routes
+from xinference_xavier.serving.bodies import Change, PrefixBody, PrefixTerms, Question, Weights
 from xinference_xavier.serving.prefixes import add_prefix_routes
 from xinference_xavier.stats.schema import HIT_SOURCES
 
@@ -51,6 +53,12 @@ def test_every_rest_route_is_listed_and_no_other() -> None:
         r"^\| `((?:GET|POST|PUT|PATCH|DELETE) [^`]+)`", (DOCS / "api.md").read_text(), re.MULTILINE
     )
     assert set(listed) == served
+
+
+@pytest.mark.parametrize("kind", [Change, Weights, Question, PrefixBody, PrefixTerms])
+def test_every_field_of_a_body_is_in_the_reference(kind: type[BaseModel]) -> None:
+    page = (DOCS / "api.md").read_text()
+    assert [name for name in kind.model_fields if not re.search(rf"[`\"]{name}[`\"]", page)] == []
 
 
 @pytest.mark.parametrize(

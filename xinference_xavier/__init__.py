@@ -18,8 +18,7 @@ def extension() -> XavierExtension:
 
     The serving side is imported only here: replicas import this package and need none of it.
     """
-    from xinference_xavier.serving.extension import XavierExtension
-    from xinference_xavier.serving.launch.install import install
+    from xinference_xavier.serving.extension import XavierExtension, install
 
     install()
     return XavierExtension()

@@ -12,13 +12,13 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 import xoscar as xo
 from aioprometheus.asgi.starlette import metrics
 from aioprometheus.collectors import Registry
-from fastapi import APIRouter, FastAPI, Header, HTTPException
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.security import SecurityScopes
 
 from tests.harness.remote import PATIENCE, Remote, obey_at_once, spawned
@@ -143,9 +143,9 @@ def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
         return supervisor
 
     async def check(
-        scopes: SecurityScopes, authorization: Annotated[str | None, Header()] = None
+        request: Request, security_scopes: SecurityScopes, token: str | None = None
     ) -> None:
-        if authorization != f"Bearer {API_KEY}":
+        if request.headers.get("authorization") != f"Bearer {API_KEY}":
             raise HTTPException(401, "Could not validate credentials")
 
     context = SimpleNamespace(

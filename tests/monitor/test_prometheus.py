@@ -42,7 +42,7 @@ def prometheus(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def wait_until_scraped(prometheus: Prometheus, committed: int) -> None:
-    fetches = f'{PREFIX}fetches_total{{outcome="committed",replica="second"}} == {committed}'
+    fetches = f'{PREFIX}fetches_total{{outcome="committed",replica_index="second"}} == {committed}'
     wait_until(
         lambda: bool(prometheus.query(fetches)), "Prometheus has scraped the fetch", interval=0.1
     )

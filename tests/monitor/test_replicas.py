@@ -31,11 +31,11 @@ def until(scene: Scene, true: Callable[[Scraped], bool], what: str) -> Scraped:
 def test_a_fetch_is_seen_at_the_next_scrape(scene: Scene) -> None:
     before = scene.scrape()
     assert scene.fetch(4).state == "COMMITTED"
-    fetched = before("fetches_total", replica="second", outcome="committed") + 1
+    fetched = before("fetches_total", replica_index="second", outcome="committed") + 1
     after = until(
         scene, lambda now: now("fetches_total", outcome="committed") == fetched, "it is counted"
     )
-    labels = {"model": "model", "replica": "second", "transport": "gloo"}
+    labels = {"model_uid": "model", "replica_index": "second", "transport": "gloo"}
     moved = before("received_bytes_total", **labels) + 4 * ROW_BYTES
     assert after("received_bytes_total", **labels) == moved
     assert after("fetch_size_bytes_sum", **labels) == moved
@@ -43,12 +43,19 @@ def test_a_fetch_is_seen_at_the_next_scrape(scene: Scene) -> None:
     slowest = str(FetchSeconds.bounds[-1])
     durations = {**labels, "outcome": "committed"}
     assert after("fetch_duration_seconds_bucket", **durations, le=slowest) == fetched
-    sent = after("sent_bytes_total", replica="first") - before("sent_bytes_total", replica="first")
+    sent = after("sent_bytes_total", replica_index="first") - before(
+        "sent_bytes_total", replica_index="first"
+    )
     assert sent == 4 * ROW_BYTES
 
 
 def test_a_fetch_that_was_rolled_back_is_seen(scene: Scene) -> None:
-    labels = {"replica": "second", "outcome": "rolled_back", "reason": "not held", "transport": ""}
+    labels = {
+        "replica_index": "second",
+        "outcome": "rolled_back",
+        "reason": "not held",
+        "transport": "",
+    }
     before = scene.scrape()("fetches_total", **labels)
     assert scene.fail_to_fetch().reason == "not held"
     until(scene, lambda now: now("fetches_total", **labels) == before + 1, "it is counted")
@@ -57,24 +64,24 @@ def test_a_fetch_that_was_rolled_back_is_seen(scene: Scene) -> None:
 def test_what_the_engine_counts(scene: Scene) -> None:
     found = until(scene, lambda now: now("requests_total") == 20, "both have reported")
     for source, tokens in HITS.items():
-        assert found("prompt_tokens_total", replica="first", source=source) == tokens
-    labels = {"replica": "first", "source": "remote"}
+        assert found("prompt_tokens_total", replica_index="first", source=source) == tokens
+    labels = {"replica_index": "first", "source": "remote"}
     assert found("time_to_first_token_seconds_sum", **labels) == 1.5
     assert found("time_to_first_token_seconds_bucket", **labels, le="2.0") == 1
-    assert found("prefill_tokens_per_second", replica="second") == 1000
+    assert found("prefill_tokens_per_second", replica_index="second") == 1000
     assert found("saved_seconds") == 1
     assert found("sharing", reason="") == found("replicas") == 2
     rows = scene.donor.counts().rows
-    assert found("pool_bytes", replica="first") == rows * ROW_BYTES
+    assert found("pool_bytes", replica_index="first") == rows * ROW_BYTES
 
 
 def test_the_loads_of_the_replicas_are_seen(scene: Scene) -> None:
     for number, replica in enumerate((scene.donor, scene.consumer)):
         replica.report_load(IDLE._replace(prefill_s=3600.0 * number))
     found = until(scene, lambda now: now("routable_replicas") == 2, "both have reported")
-    assert found("routing", model="model", mode="auto") == 1
-    assert found("prefill_backlog_seconds", replica="first") == 0
-    assert 3000 < found("prefill_backlog_seconds", replica="second") <= 3600
+    assert found("routing", model_uid="model", mode="auto") == 1
+    assert found("prefill_backlog_seconds", replica_index="first") == 0
+    assert 3000 < found("prefill_backlog_seconds", replica_index="second") <= 3600
     assert ("routed_requests_total", ("model", "model"), ("replica", "first")) in found.samples
     for replica in (scene.donor, scene.consumer):
         replica.report_load(None)

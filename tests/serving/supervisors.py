@@ -34,8 +34,8 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
     async def leave(self, away: bool = True) -> None:
         self._away = away
 
-    async def xavier_models(self) -> list[str]:
-        return list(self._addresses)
+    async def xavier_models(self) -> dict[str, dict[str, str]]:
+        return {uid: {} for uid in self._addresses}
 
     async def xavier_tracker_address(self, model_uid: str, create: bool = False) -> str:
         assert not create

@@ -14,6 +14,7 @@ import xoscar as xo
 from fastapi import HTTPException, Request
 from fastapi.security import SecurityScopes
 
+from tests.serving.documented import client_of_app
 from tests.serving.supervisors import KEY_BYTES, Supervisor, api_context, gateway_to, join
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
@@ -40,6 +41,13 @@ STATS: dict[str, Any] = {
     "transport": "gloo",
 }
 QUESTION = {"prompt": "What?"}
+REUSE = {"local_pool": 4, "remote": 0, "computed": 1}
+CHUNK = {"from": 0, "to": 4, "replicas": {"a": "pool"}}
+NO_PREFIXES = {"prefixes": [], "prefix_states": {}, "prefix_file_failures": 0}
+GUIDE = {
+    **{"name": "guide", "state": "kept", "reason": "", "tokens": 4, "chunks": 1, "replicas": {}},
+    **{"ttl": 60.0, "copies": 1, "retention": "soft", "created": 1.0, "used": 1.0, "expires": 2.0},
+}
 URL = "/v1/xavier/m"
 NO_ANSWER = {"detail": "the tracker of 'm' does not answer"}
 
@@ -62,7 +70,7 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
             raise ExplainError("no tokenizer here")
         return {
             **{"prompt_tokens": 5, "context_tokens": 4096, "chunk_tokens": 4},
-            **{"chunks": [], "reuse": {"a": {}}},
+            **{"chunks": [CHUNK], "reuse": {"a": REUSE}},
         }
 
 
@@ -70,10 +78,10 @@ def client_of(
     supervisor: Any, prefixes: dict[str, Any] | None = None, service: Any = None
 ) -> httpx.AsyncClient:
     context, trackers = api_context(service), gateway_to(supervisor)
-    trackers.prefixes = lambda model_uid: prefixes or {}
+    trackers.prefixes = lambda model_uid: prefixes or NO_PREFIXES
     add_routes(context, trackers)
     context.app.include_router(context.router)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(context.app), base_url="http://api")
+    return client_of_app(context.app)
 
 
 @pytest.fixture
@@ -250,10 +258,32 @@ async def test_several_settings_change_at_once(model: Model) -> None:
     assert (answer["enabled"], answer["routing"]["mode"]) == (False, "backlog")
 
 
-async def test_the_bodies_of_changes_are_in_the_api_description(model: Model) -> None:
-    paths = (await model.client.get("/openapi.json")).json()["paths"]
-    body = paths["/v1/xavier/{model_uid}"]["patch"]["requestBody"]["content"]
-    assert body["application/json"]["schema"]["properties"].keys() == {"enabled", "routing"}
+async def test_the_api_describes_every_field(client: httpx.AsyncClient) -> None:
+    """By itself, or by its name in what its object says."""
+    described = (await client.get("/openapi.json")).json()
+    operations = [each for path in described["paths"].values() for each in path.values()]
+    bodies = [
+        each["requestBody"]["content"]["application/json"]["schema"]
+        for each in operations
+        if "requestBody" in each
+    ]
+    assert bodies[0]["properties"].keys() == {"enabled", "routing"}
+    answers = described["components"]["schemas"]
+    ours = [schema for name, schema in answers.items() if "ValidationError" not in name]
+    unexplained = [
+        f"{schema['title']}.{name}"
+        for schema in [*ours, *bodies]
+        for name, field in schema["properties"].items()
+        if "description" not in field and f"`{name}`" not in schema.get("description", "")
+    ]
+    assert unexplained == []
+    assert all(each["description"] for each in operations)
+
+
+async def test_the_cluster_for_doctor(model: Model) -> None:
+    await model.add("a")
+    answer = (await model.client.get("/v1/cluster/xavier")).json()
+    assert answer["models"]["m"]["report"]["replicas"][0]["incarnation"] == "a"
 
 
 async def test_all_models_at_once(model: Model) -> None:
@@ -283,7 +313,7 @@ async def test_explaining_passes_the_replicas_answer_on(model: Model) -> None:
     assert (empty.status_code, empty.json()["detail"]) == (503, "no replica has joined yet")
     await model.add("a")
     answer = await model.explain()
-    assert (answer["prompt_tokens"], answer["reuse"]) == (5, {"a": {}})
+    assert (answer["prompt_tokens"], answer["reuse"]) == (5, {"a": REUSE})
     refused = await model.client.post(f"{URL}/explain", json={"prompt": "else"})
     assert (refused.status_code, refused.json()["detail"]) == (503, "no tokenizer here")
 
@@ -359,7 +389,9 @@ async def test_other_errors_pass() -> None:
 class Keys:
     """Lets everybody in. A key for another model is "elsewhere"."""
 
-    async def __call__(self, security_scopes: SecurityScopes) -> None:
+    async def __call__(
+        self, request: Request, security_scopes: SecurityScopes, token: str | None = None
+    ) -> None:
         pass
 
     def validate_model_access(self, token: str, model_uid: str, kind: str) -> bool:
@@ -367,7 +399,7 @@ class Keys:
 
 
 async def test_only_those_who_may_ask_a_model_see_its_names(supervisor: Any, tracker: Any) -> None:
-    named = {"prefixes": [{"name": "guide"}], "prefix_states": {"kept": 1}}
+    named = {**NO_PREFIXES, "prefixes": [GUIDE], "prefix_states": {"kept": 1}}
     async with client_of(supervisor, named, service=Keys()) as client:
         for path in ("/v1/xavier", URL):
             for key in ("here", "elsewhere"):

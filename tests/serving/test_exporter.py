@@ -140,18 +140,18 @@ async def test_each_scrape_shows_the_current_state(
 ) -> None:
     assert "enabled" not in await scraper.scrape()
     tracker = await add_model(supervisor, address, "m")
-    assert value(await scraper.scrape(), "enabled", model="m") == 1
+    assert value(await scraper.scrape(), "enabled", model_uid="m") == 1
     await tracker.set_enabled(False)
     await asyncio.sleep(exporter_module.MAX_AGE)  # scrapes at the same time share an answer
-    assert value(await scraper.scrape(), "enabled", model="m") == 0
+    assert value(await scraper.scrape(), "enabled", model_uid="m") == 0
 
 
 async def test_names_are_escaped(scraper: Scraper, supervisor: Any, address: str) -> None:
     tracker = await add_model(supervisor, address, ODD)
     await join(tracker, "a", ODD)
     found = await scraper.scrape()
-    assert value(found, "tracker_up", model=ODD) == 1
-    assert value(found, "replica_up", model=ODD, replica=ODD) == 0
+    assert value(found, "tracker_up", model_uid=ODD) == 1
+    assert value(found, "replica_up", model_uid=ODD, replica_index=ODD) == 0
 
 
 async def test_a_tracker_that_hangs_costs_its_own_figures_only(
@@ -163,21 +163,21 @@ async def test_a_tracker_that_hangs_costs_its_own_figures_only(
     process, its_address = stoppable_tracker
     await add_model(supervisor, address, "well")
     await supervisor.put(MODEL, its_address)
-    assert value(await scraper.scrape(), "tracker_up", model=MODEL) == 1
+    assert value(await scraper.scrape(), "tracker_up", model_uid=MODEL) == 1
     process.send_signal(signal.SIGSTOP)
     await asyncio.sleep(exporter_module.MAX_AGE)
     for missed in (1, 2, 3):
         began = time.monotonic()
         found = await scraper.scrape(2 * SHORT)
         assert time.monotonic() - began >= SHORT, "the tracker was asked"
-        assert value(found, "up") == value(found, "tracker_up", model="well") == 1
-        assert value(found, "enabled", model="well") == 1
-        assert value(found, "tracker_up", model=MODEL) == 0
+        assert value(found, "up") == value(found, "tracker_up", model_uid="well") == 1
+        assert value(found, "enabled", model_uid="well") == 1
+        assert value(found, "tracker_up", model_uid=MODEL) == 0
         assert value(found, "scrape_failures_total") == missed
-        assert [sample.labels["model"] for sample in found["enabled"]] == ["well"]
+        assert [sample.labels["model_uid"] for sample in found["enabled"]] == ["well"]
     process.send_signal(signal.SIGCONT)
     async with asyncio.timeout(60):
-        while value(await scraper.scrape(), "tracker_up", model=MODEL) != 1:
+        while value(await scraper.scrape(), "tracker_up", model_uid=MODEL) != 1:
             pass
 
 
@@ -210,7 +210,7 @@ async def test_all_answers_share_the_time_of_the_scrape(
     monkeypatch.setattr(exporter_module, "within", noted)
     await add_model(supervisor, address, "m")
     await add_model(supervisor, address, "n")
-    assert value(await scraper.scrape(2 * PLENTY), "tracker_up", model="n") == 1
+    assert value(await scraper.scrape(2 * PLENTY), "tracker_up", model_uid="n") == 1
     whole, *parts = waits
     assert whole == min(PLENTY, exporter_module.MAX_SECONDS)
     assert len(parts) == 2

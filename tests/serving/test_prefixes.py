@@ -12,18 +12,25 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import HTTPException, Request
 from xinference import extensions
 
 from tests.frontend.test_keeper import MODEL, Cluster
-from tests.serving.supervisors import ref_to
+from tests.serving.documented import client_of_app
+from tests.serving.supervisors import api_context, ref_to
 from xinference_xavier.client.client import _tenant
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend import keeper
 from xinference_xavier.frontend.prefix import MAX_NAME, NewPrefix, Terms
 from xinference_xavier.serving import prefixes as module
 from xinference_xavier.serving import sse
-from xinference_xavier.serving.prefixes import FILE, Prefixes, PrefixRoutes, Starting
+from xinference_xavier.serving.prefixes import (
+    FILE,
+    Prefixes,
+    PrefixRoutes,
+    Starting,
+    add_prefix_routes,
+)
 from xinference_xavier.stats.answers import SALT_HEADER
 
 PATH = f"/v1/xavier/{MODEL}/prefixes"
@@ -82,17 +89,14 @@ async def started(prefixes: Named) -> Named:
 
 
 @pytest.fixture
-async def client(started: Named) -> AsyncIterator[httpx.AsyncClient]:
-    app, routes = FastAPI(), PrefixRoutes(started, access)
-    path = "/v1/xavier/{model_uid}/prefixes"
-    app.add_api_route(path, routes.add, methods=["POST"])
-    app.add_api_route(path, routes.list, methods=["GET"])
-    app.add_api_route(path + "/{name}/events", routes.events, methods=["GET"])
-    one = {"GET": routes.show, "PATCH": routes.change, "DELETE": routes.remove}
-    for method, route in one.items():
-        app.add_api_route(path + "/{name}", route, methods=[method])
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+async def client(
+    started: Named, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[httpx.AsyncClient]:
+    monkeypatch.setattr(module, "model_access", lambda context: access)
+    context = api_context()
+    add_prefix_routes(context, started)
+    context.app.include_router(context.router)
+    async with client_of_app(context.app) as client:
         yield client
 
 

@@ -110,7 +110,7 @@ async def test_without_sharing_launches_are_xinference_s(monkeypatch: pytest.Mon
     del supervisor._xavier_cache_mapping
     assert await supervisor._launch_builtin_model(**ARGUMENTS) == "m"
     assert supervisor.calls[0]["enable_xavier"] == "true"
-    assert await xavier_models(supervisor) == []
+    assert await xavier_models(supervisor) == {}
 
 
 def test_an_api_without_any_of_it_has_our_routes_and_says_what_is_off(

@@ -105,7 +105,7 @@ def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
 )
 def test_every_field_is_documented_by_its_class_or_its_metric(kind: type[Any]) -> None:
     text = " ".join(each.__doc__ or "" for each in kind.__mro__)
-    explained = {each.name for each in fields(kind) if each.metadata.get("help")}
+    explained = {each.name for each in fields(kind) if each.metadata.get("description")}
     missing = {each.name for each in fields(kind) if f"`{each.name}`" not in text} - explained
     assert missing == set()
 

@@ -89,10 +89,10 @@ _VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSION
 
 def process_info() -> dict[str, Any]:
     """JSON-able. Versions are of the loaded or else the installed packages; None if missing."""
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: installed_version(name) for name in _PACKAGES}
     # A model's environment can hold another vLLM than xinference's, or both.
     running = getattr(sys.modules.get("vllm"), "__version__", None)
-    versions["vllm"] = running or next(filter(None, map(_version, _VLLM)), None)
+    versions["vllm"] = running or next(filter(None, map(installed_version, _VLLM)), None)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -108,7 +108,8 @@ def process_info() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -4,16 +4,18 @@ tenant."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from fastapi import HTTPException, Request, Security
+from fastapi import Depends, HTTPException, Request, Security
+from fastapi.security import OAuth2PasswordBearer, SecurityScopes
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
 from xinference_xavier.frontend.prefix import check_tenant
 from xinference_xavier.serving import seam
+from xinference_xavier.serving.bodies import Refusal
 from xinference_xavier.serving.gateway import UNREACHABLE
 from xinference_xavier.stats.answers import SALT_HEADER
 
@@ -21,9 +23,23 @@ MODEL = "/v1/xavier/{model_uid}"
 READ_SCOPE = "models:list"
 ASK_SCOPE = "models:read"
 WRITE_SCOPE = "models:write"
+_BEARER = OAuth2PasswordBearer(tokenUrl="token", auto_error=False)
 _T = TypeVar("_T")
 Access = Callable[[Request, str], None]
 """Raises HTTPException unless the request may ask the model of that uid."""
+
+
+EVENTS = "text/event-stream"
+"""The answer of a route that streams."""
+_REFUSALS = {
+    400: "The body or a header is malformed.",
+    401: "No login, or the token has expired.",
+    403: "A right is missing.",
+    404: "No such model shares its cache, or it has no prefix of that name.",
+    413: "The body of a named prefix is too long.",
+    500: "An extension that supplies cache_salt fails.",
+    503: "Supervisor or tracker does not answer, or the names of prefixes cannot be read.",
+}
 
 
 def add_route(
@@ -32,18 +48,49 @@ def add_route(
     path: str,
     scope: str,
     endpoint: Callable[..., Awaitable[Response]],
+    answer: Any,
     body: type[BaseModel] | None = None,
+    status: int = 200,
 ) -> None:
-    """`context` is xinference's APIExtensionContext. `body` is for the documentation: endpoints
-    read it themselves, because a refusal names the remedy."""
-    guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
+    """`context` is xinference's APIExtensionContext. `answer` (a class, or `EVENTS`) and `body` are
+    for the documentation: endpoints read a body themselves, because a refusal names the remedy."""
+    guard = [_guard(context.auth_service, scope)] if context.auth_enabled else []
+    responses: dict[int | str, dict[str, Any]] = {
+        code: {"model": Refusal, "description": text} for code, text in _REFUSALS.items()
+    }
     described: dict[str, Any] = {}
     if body is not None:
         content = {"application/json": {"schema": body.model_json_schema()}}
         described["requestBody"] = {"content": content, "required": True}
+    if answer == EVENTS:
+        responses[status] = {"content": {EVENTS: {"schema": {"type": "string"}}}}
     context.router.add_api_route(
-        path, endpoint, methods=[method], dependencies=guard, openapi_extra=described
+        path,
+        endpoint,
+        methods=[method],
+        dependencies=guard,
+        openapi_extra=described,
+        response_model=None if answer == EVENTS else answer,
+        response_class=Response if answer == EVENTS else JSONResponse,
+        responses=responses,
+        status_code=status,
+        tags=["xavier"],
     )
+
+
+def _guard(auth_service: Any, scope: str) -> Any:
+    """A dependency that lets those in who have the right. xinference refuses a changing scope to
+    every API key, so a key that may change the model is asked for what all keys have."""
+    if scope != WRITE_SCOPE:
+        return Security(auth_service, scopes=[scope])
+
+    async def admit(
+        request: Request, model_uid: str, token: Annotated[str | None, Depends(_BEARER)]
+    ) -> None:
+        key = token is not None and seam.key_may_change(auth_service, token, model_uid)
+        await auth_service(request, SecurityScopes([READ_SCOPE if key else scope]), token)
+
+    return Depends(admit)
 
 
 def model_access(context: Any) -> Access:

@@ -2,22 +2,18 @@
 
 import asyncio
 import json
-from typing import Annotated, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from xinference_xavier.frontend.question import prompt_text
-from xinference_xavier.options import Routing
-from xinference_xavier.protocol.tracker import (
-    MAX_QUESTION_BYTES,
-    MAX_WEIGHTS_VERSION,
-    check_question,
-)
+from xinference_xavier.protocol.tracker import MAX_QUESTION_BYTES, check_question
 from xinference_xavier.runtime.validate import first_reason
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
+    EVENTS,
     MODEL,
     READ_SCOPE,
     WRITE_SCOPE,
@@ -26,6 +22,18 @@ from xinference_xavier.serving.answers import (
     answered,
     answered_for,
     model_access,
+)
+from xinference_xavier.serving.bodies import (
+    Body,
+    Change,
+    Cluster,
+    Explained,
+    Flushed,
+    Joined,
+    Question,
+    Report,
+    Reports,
+    Weights,
 )
 from xinference_xavier.serving.gateway import TrackerGateway, cluster_info
 from xinference_xavier.serving.sse import Filter, Listeners, Stream, live, notice_servers
@@ -40,33 +48,15 @@ def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
     notice_servers()
     routes = _Routes(trackers, model_access(context))
-    add_route(context, "GET", "/v1/xavier", READ_SCOPE, routes.all_models)
-    add_route(context, "GET", "/v1/cluster/xavier", READ_SCOPE, routes.cluster)
-    add_route(context, "GET", MODEL, READ_SCOPE, routes.one_model)
-    add_route(context, "GET", f"{MODEL}/events", READ_SCOPE, routes.events)
-    add_route(context, "PATCH", MODEL, WRITE_SCOPE, routes.change, Change)
-    add_route(context, "PUT", f"{MODEL}/weights", WRITE_SCOPE, routes.set_weights, Weights)
-    add_route(context, "POST", f"{MODEL}/explain", ASK_SCOPE, routes.explain)
-    add_route(context, "POST", f"{MODEL}/flush", WRITE_SCOPE, routes.flush)
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Change(_Body):
-    """Settings of a model that runs. What is missing stays."""
-
-    enabled: StrictBool | None = None
-    """Sharing between its replicas."""
-    routing: Routing | None = None
-    """The way in which requests find a replica."""
-
-
-class Weights(_Body):
-    """The name of the weights that the replicas have after a reset."""
-
-    version: Annotated[StrictStr, Field(min_length=1, max_length=MAX_WEIGHTS_VERSION)]
+    add = partial(add_route, context)
+    add("GET", "/v1/xavier", READ_SCOPE, routes.all_models, Reports)
+    add("GET", "/v1/cluster/xavier", READ_SCOPE, routes.cluster, Cluster)
+    add("GET", MODEL, READ_SCOPE, routes.one_model, Report)
+    add("GET", f"{MODEL}/events", READ_SCOPE, routes.events, EVENTS)
+    add("PATCH", MODEL, WRITE_SCOPE, routes.change, Report, Change)
+    add("PUT", f"{MODEL}/weights", WRITE_SCOPE, routes.set_weights, Joined, Weights)
+    add("POST", f"{MODEL}/explain", ASK_SCOPE, routes.explain, Explained, Question)
+    add("POST", f"{MODEL}/flush", WRITE_SCOPE, routes.flush, Flushed)
 
 
 class _Routes:
@@ -76,6 +66,7 @@ class _Routes:
         self._listeners = Listeners()
 
     async def all_models(self, request: Request) -> JSONResponse:
+        """Report of every model that shares."""
         uids = await answered("the supervisor", self._trackers.models())
         answers = await asyncio.gather(*map(self._report_or_reason, uids))
         reports = [
@@ -105,13 +96,16 @@ class _Routes:
         return lambda report: report
 
     async def cluster(self) -> JSONResponse:
+        """What every process of the cluster runs, for `doctor`."""
         return JSONResponse(await answered("the supervisor", cluster_info(self._trackers)))
 
     async def one_model(self, model_uid: str, request: Request) -> JSONResponse:
+        """Report of a model."""
         report = await answered_for(model_uid, self._trackers.report(model_uid))
         return JSONResponse(self._visible(request, model_uid)(report))
 
     async def events(self, model_uid: str, request: Request) -> Stream:
+        """A model's recent events, new ones, and a report every second."""
         # A later error would be part of the stream.
         await answered_for(model_uid, self._trackers.find(model_uid))
         return Stream(
@@ -119,14 +113,13 @@ class _Routes:
         )
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
+        """Change settings of a model that runs."""
         change = _read(Change, await request.body())
         return JSONResponse(await answered_for(model_uid, self._change(model_uid, change)))
 
     async def _change(self, model_uid: str, change: Change) -> dict[str, Any]:
-        if change.enabled is not None:
-            await self._trackers.call(model_uid, "set_enabled", change.enabled)
-        if change.routing is not None:
-            await self._trackers.call(model_uid, "set_routing", change.routing)
+        for name, value in change.model_dump(exclude_none=True).items():
+            await self._trackers.call(model_uid, f"set_{name}", value)
         report = await self._trackers.report(model_uid)
         if change.routing is not None:
             # This process learns of it from the tracker, perhaps a moment later.
@@ -134,11 +127,13 @@ class _Routes:
         return report
 
     async def set_weights(self, model_uid: str, request: Request) -> JSONResponse:
+        """Let replicas share again after a reset, by the name of their weights."""
         version = _read(Weights, await request.body()).version
         asking = self._ask_all(model_uid, "set_weights_version", version)
         return JSONResponse(await answered_for(model_uid, asking))
 
     async def flush(self, model_uid: str) -> JSONResponse:
+        """Empty the pools of all replicas."""
         return JSONResponse(await answered_for(model_uid, self._ask_all(model_uid, "flush")))
 
     async def _ask_all(self, model_uid: str, method: str, *args: object) -> dict[str, Any]:
@@ -146,6 +141,7 @@ class _Routes:
         return {**await self._trackers.report(model_uid), "answers": answers}
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
+        """Where the chunks of a prompt are, and what a request for it would reuse."""
         self._access(request, model_uid)
         # A long one would hold up the event loop.
         question = await asyncio.to_thread(_checked_question, await request.body())
@@ -159,7 +155,7 @@ class _Routes:
         return JSONResponse({**explanation, "routing": forecasts})
 
 
-_BodyT = TypeVar("_BodyT", bound=_Body)
+_BodyT = TypeVar("_BodyT", bound=Body)
 
 
 def _read(kind: type[_BodyT], body: bytes) -> _BodyT:

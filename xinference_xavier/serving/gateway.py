@@ -54,9 +54,9 @@ class TrackerGateway:
         self._get_supervisor_ref = get_supervisor_ref
         self._readings: dict[str, _Reading] = {}
 
-    async def models(self) -> list[str]:
-        """The uids of all models that share."""
-        return list(await self.ask_supervisor("xavier_models"))
+    async def models(self) -> dict[str, dict[str, str]]:
+        """All models that share, each with the addresses of its replicas' workers."""
+        return dict(await self.ask_supervisor("xavier_models"))
 
     async def ask_supervisor(self, method: str) -> Any:
         """Raises whatever a supervisor without this extension raises."""

@@ -25,8 +25,11 @@ from aioprometheus import collectors
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from xinference_xavier._version import __version__
 from xinference_xavier.errors import ROLLBACKS, NotFoundError, NotSharing
+from xinference_xavier.protocol.startup_errors import without_rank
 from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.host import installed_version
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.gateway import TrackerGateway
@@ -49,7 +52,10 @@ from xinference_xavier.stats.schema import (
 PREFIX = "xinference:xavier_"
 OTHER = "other"
 _MAX_TRANSPORTS = 8  # of one replica
-_MAX_NAME = 64  # characters of a transport's
+_MAX_VERSIONS = 8  # of vLLM
+_MAX_NAME = 64  # characters of a transport's or a version's
+NO_WORKERS: Mapping[str, Mapping[str, str]] = {}
+_BUILT = {"version": __version__, "xinference": installed_version("xinference") or ""}
 
 Labels = dict[str, str]
 HistogramValue = dict[float | str, float]
@@ -63,7 +69,7 @@ _ByLabels = Mapping[tuple[str, ...], Value]
 
 class Family(NamedTuple):
     """`read` takes a model or a replica. It returns a value, None for no sample, or the values by
-    the family's own labels, those that come after model and replica."""
+    the family's own labels, those that come after its model's or its replica's."""
 
     name: str  # without the prefix
     help: str
@@ -98,7 +104,22 @@ def _choices(model: ModelStatus) -> _ByLabels:
 
 def _routed(model: ModelStatus) -> _ByLabels:
     counts = {**dict.fromkeys(model.routing.loads, 0), **model.routing.replicas}
-    return {(replica,): count for replica, count in counts.items()}
+    return _by_engine(model, counts)
+
+
+def _backlogs(model: ModelStatus) -> _ByLabels:
+    return _by_engine(model, {name: each.backlog_s for name, each in model.routing.loads.items()})
+
+
+def _by_engine(model: ModelStatus, values: Mapping[str, float]) -> _ByLabels:
+    return {_engine(model.model_uid, name): value for name, value in values.items()}
+
+
+def _engine(model_uid: str, name: str) -> tuple[str, str]:
+    """`replica_index` and `dp_rank` of the engine that has this name."""
+    replica = without_rank(name)
+    rank = name.removeprefix(replica).removeprefix("_dp")
+    return seam.replica_index(model_uid, replica), rank
 
 
 def _first_bytes(which: str, model: ModelStatus) -> _ByLabels:
@@ -181,7 +202,7 @@ def _declared(kind: type[Any], labels: tuple[str, ...], *path: str) -> Iterator[
         if "metric" in shown:
             own = (shown["label"],) if shown["label"] else ()
             read_field = partial(_read_field, ".".join(where))
-            yield Family(shown["metric"], shown["help"], (*labels, *own), read_field)
+            yield Family(shown["metric"], shown["description"], (*labels, *own), read_field)
         elif is_dataclass(hints[field.name]):
             yield from _declared(hints[field.name], labels, *where)
 
@@ -193,9 +214,15 @@ def _read_field(path: str, source: object) -> float | _ByLabels | None:
     return sum(value.values()) if isinstance(value, dict) else value
 
 
-_MODEL = ("model",)
-_REPLICA = ("model", "replica")
+_MODEL = ("model_uid",)
+_ENGINE = (*_MODEL, "replica_index", "dp_rank")
+_REPLICA = (*_ENGINE, "worker_address")
 
+_BUILD = Family(
+    "build_info",
+    "Always 1, for each vLLM that replicas run, with the versions of extension and xinference.",
+    ("version", "xinference", "vllm"),
+)
 _UP = Family("up", "Whether the supervisor said in time which models share.")
 _FAILURES = Family(
     "scrape_failures_total",
@@ -232,12 +259,12 @@ _OF_MODEL = (
         (*_MODEL, "reason"),
         _choices,
     ),
-    Family("routed_requests_total", "Routed requests by replica.", _REPLICA, _routed),
+    Family("routed_requests_total", "Routed requests by replica.", _ENGINE, _routed),
     Family(
         "prefill_backlog_seconds",
         "Prefill that the replica still has to do, as the process that routes expects it.",
-        _REPLICA,
-        lambda model: {(name,): each.backlog_s for name, each in model.routing.loads.items()},
+        _ENGINE,
+        _backlogs,
     ),
     *_declared(RoutingStats, _MODEL, "routing"),
     Family(
@@ -357,29 +384,42 @@ _OF_REPLICA = (
     ),
     *_declared(ReplicaStatus, _REPLICA),
 )
-FAMILIES = (_UP, _FAILURES, _TRACKER_UP, *_OF_MODEL, _REPLICA_UP, *_OF_REPLICA)
+FAMILIES = (_BUILD, _UP, _FAILURES, _TRACKER_UP, *_OF_MODEL, _REPLICA_UP, *_OF_REPLICA)
 
 
-def samples(reports: Mapping[str, Mapping[str, Any] | None], *, up: bool, failures: int) -> Samples:
-    """`reports` are by model, None for a model whose tracker did not answer."""
+def samples(
+    reports: Mapping[str, Mapping[str, Any] | None],
+    *,
+    up: bool,
+    failures: int,
+    workers: Mapping[str, Mapping[str, str]] = NO_WORKERS,
+) -> Samples:
+    """`reports` are by model, None for a model whose tracker did not answer; `workers` has the
+    addresses of each model's workers by replica."""
     shown: Samples = {family.name: [] for family in FAMILIES}
 
     def show(families: Iterable[Family], source: object, **labels: str) -> None:
         for family in families:
             shown[family.name] += family.samples(source, labels)
 
+    versions: set[str] = set()
     shown[_UP.name] = [({}, int(up))]
     shown[_FAILURES.name] = [({}, failures)]
     for uid, report in reports.items():
-        shown[_TRACKER_UP.name].append(({"model": uid}, int(report is not None)))
+        shown[_TRACKER_UP.name].append(({"model_uid": uid}, int(report is not None)))
         if report is None:
             continue
         model = read(ModelStatus, report)
-        show(_OF_MODEL, model, model=uid)
+        show(_OF_MODEL, model, model_uid=uid)
+        versions |= {replica.vllm[:_MAX_NAME] for replica in model.replicas if replica.vllm}
         for name, replica in _named(model.replicas):
-            show([_REPLICA_UP], replica, model=uid, replica=name)
+            worker = workers.get(uid, {}).get(without_rank(name), "")
+            labels = dict(zip(_REPLICA, (uid, *_engine(uid, name), worker), strict=True))
+            show([_REPLICA_UP], replica, **labels)
             if replica.pool.rows:  # zeros of one that has not reported would look like a restart
-                show(_OF_REPLICA, replica, model=uid, replica=name)
+                show(_OF_REPLICA, replica, **labels)
+    for vllm in sorted(versions)[:_MAX_VERSIONS] or [""]:
+        shown[_BUILD.name].append(({**_BUILT, "vllm": vllm}, 1))
     return shown
 
 
@@ -473,7 +513,8 @@ class Exporter:
             self._samples = samples({}, up=False, failures=self._failures)
             return
         answers = await asyncio.gather(*(self._report(model, deadline) for model in models))
-        self._samples = samples(dict(filter(None, answers)), up=True, failures=self._failures)
+        reports = dict(filter(None, answers))
+        self._samples = samples(reports, up=True, failures=self._failures, workers=models)
 
     async def _report(
         self, model: str, deadline: float

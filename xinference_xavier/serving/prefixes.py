@@ -9,6 +9,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from xinference_xavier.frontend.prefix import (
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
+    EVENTS,
     MODEL,
     Access,
     add_route,
@@ -37,9 +39,10 @@ from xinference_xavier.serving.answers import (
     tenant_of,
     tenant_of_header,
 )
+from xinference_xavier.serving.bodies import NamedPrefixes, PrefixBody, PrefixTerms, Removed
 from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.serving.sse import Listeners, Message, Stream, message
-from xinference_xavier.stats.answers import ENDED
+from xinference_xavier.stats.answers import ENDED, NamedPrefix
 from xinference_xavier.stats.schema import KnownLoad
 
 FILE = Path("xavier") / "prefixes.db"
@@ -161,12 +164,14 @@ _T = TypeVar("_T")
 def add_prefix_routes(context: Any, prefixes: Prefixes) -> None:
     """`context` is xinference's APIExtensionContext."""
     routes = PrefixRoutes(prefixes, model_access(context))
-    add_route(context, "GET", f"{MODEL}/prefixes", ASK_SCOPE, routes.list)
-    add_route(context, "POST", f"{MODEL}/prefixes", ASK_SCOPE, routes.add)
-    add_route(context, "GET", _PREFIX, ASK_SCOPE, routes.show)
-    add_route(context, "GET", f"{_PREFIX}/events", ASK_SCOPE, routes.events)
-    add_route(context, "PATCH", _PREFIX, ASK_SCOPE, routes.change)
-    add_route(context, "DELETE", _PREFIX, ASK_SCOPE, routes.remove)
+    add = partial(add_route, context)
+    names = f"{MODEL}/prefixes"
+    add("GET", names, ASK_SCOPE, routes.list, NamedPrefixes)
+    add("POST", names, ASK_SCOPE, routes.add, NamedPrefix, PrefixBody, status=201)
+    add("GET", _PREFIX, ASK_SCOPE, routes.show, NamedPrefix)
+    add("GET", f"{_PREFIX}/events", ASK_SCOPE, routes.events, EVENTS)
+    add("PATCH", _PREFIX, ASK_SCOPE, routes.change, NamedPrefix, PrefixTerms)
+    add("DELETE", _PREFIX, ASK_SCOPE, routes.remove, Removed)
 
 
 class PrefixRoutes:
@@ -176,6 +181,7 @@ class PrefixRoutes:
         self._listeners = Listeners()
 
     async def add(self, model_uid: str, request: Request) -> JSONResponse:
+        """Name a text that replicas keep, or replace the one of that name."""
         await self._check(request, model_uid)
         body = await request.body()
         if len(body) > MAX_BODY:
@@ -186,6 +192,7 @@ class PrefixRoutes:
         return JSONResponse(added, 201)
 
     async def list(self, model_uid: str, request: Request) -> Response:
+        """Named prefixes of a tenant, or those without one."""
         await self._check(request, model_uid)
         tenant = tenant_of_header(request)
         prefixes = []
@@ -198,10 +205,12 @@ class PrefixRoutes:
         return Response(text, media_type="application/json")
 
     async def show(self, model_uid: str, name: str, request: Request) -> JSONResponse:
+        """A named prefix."""
         prefix = await self._find(model_uid, name, request)
         return JSONResponse(self._prefixes.keeper.report(prefix))
 
     async def events(self, model_uid: str, name: str, request: Request) -> Stream:
+        """Its progress every second, until it is kept or has failed."""
         prefix = await self._find(model_uid, name, request)
         return Stream(self._listeners, self._progress(prefix))
 
@@ -219,6 +228,7 @@ class PrefixRoutes:
             await asyncio.sleep(TICK)
 
     async def change(self, model_uid: str, name: str, request: Request) -> JSONResponse:
+        """Change how it is kept. What is missing stays."""
         prefix = await self._find(model_uid, name, request)
         body = await request.body()
         terms = _checked(lambda: read_terms(body, prefix.terms))
@@ -228,6 +238,7 @@ class PrefixRoutes:
         return JSONResponse(changed)
 
     async def remove(self, model_uid: str, name: str, request: Request) -> JSONResponse:
+        """Forget the name and its text."""
         await _refused(self._prefixes.names.remove(await self._find(model_uid, name, request)))
         return JSONResponse({"removed": name})
 

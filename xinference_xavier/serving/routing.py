@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.routing import APIRoute
+from opentelemetry import trace
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Send
 
@@ -200,6 +201,7 @@ class Answer:
             self._refused = self._retry_after > 0 and start["status"] != TOO_MANY_REQUESTS
             if not self._refused:
                 start["headers"] = [*start.get("headers", ()), *self._headers(start)]
+                self._trace()
                 await self._send(start)
         if not self._refused:
             await self._send(message)
@@ -214,6 +216,15 @@ class Answer:
     @property
     def _retry_after(self) -> int:
         return 0 if self._asked.route is None else self._asked.route.retry_after
+
+    def _trace(self) -> None:
+        """Note on the request's span, if xinference traces, where it went and why."""
+        route, span = self._asked.route, trace.get_current_span()
+        if route is not None and not route.retry_after and span.is_recording():
+            terms = route.choice.terms._asdict().items()
+            span.set_attribute("xavier.replica", route.replica)
+            span.set_attribute("xavier.reason", route.choice.reason)
+            span.set_attributes({f"xavier.{name}_seconds": value for name, value in terms})
 
     def _headers(self, start: Message) -> list[tuple[bytes, bytes]]:
         own = [] if self._asked.route is None else self._asked.route.headers()

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from importlib import import_module, metadata
 from pathlib import Path
@@ -32,6 +33,7 @@ class Feature(StrEnum):
     READINESS = "replicas take requests before their peers can fetch from them"
     ENVIRONMENTS = "nothing chooses the vLLM of a model's own environment"
     WORKERS = "doctor does not see the workers"
+    PLACEMENT = "metrics of replicas lack worker_address"
     FINDING = "requests go to replicas in turn, and named prefixes are not computed in advance"
     ROUTING = "requests go to replicas in turn, and those that name a prefix go without it"
     CHATS = "requests to /v1/messages and /v1/responses may go where their prefix is not"
@@ -41,6 +43,7 @@ class Feature(StrEnum):
     PLACES = "a stream that is abandoned keeps its place in the replica's limit"
     STREAMS = "a stream that is abandoned may block the API"
     ACCESS = "nobody may see the prefixes and explanations of models"
+    KEYS = "no API key may change anything"
     MIDDLEWARES = "what xinference refuses costs more"
     FOLDER = "named prefixes are stored in ~/.xinference"
     POOLS = "cancelled calls to a pool on 0.0.0.0 may occupy a core"
@@ -109,6 +112,10 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
         "xinference.model.llm.llm_family": ("BUILTIN_LLM_FAMILIES",),
     },
     Feature.WORKERS: {_SUPERVISOR: ("_worker_address_to_worker",)},
+    Feature.PLACEMENT: {
+        _SUPERVISOR: ("_model_uid_to_replica_info", "_replica_model_uid_to_worker"),
+        "xinference.core.supervisor:ReplicaInfo": ("active_replica_ids",),
+    },
     Feature.FINDING: {
         _SUPERVISOR: ("get_model(model_uid)", "_replica_model_uid_to_worker"),
         _WORKER: ("get_model(model_uid)",),
@@ -142,6 +149,23 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
         ),
         "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
             "has_model_access(model_uid, model_type)",
+        ),
+    },
+    Feature.KEYS: {
+        "xinference.api.oauth2.advanced.auth_service:AdvancedAuthService": (
+            "__call__(request, security_scopes, token)",
+            "validate_api_key(key)",
+            "db",
+        ),
+        "xinference.api.oauth2.advanced.auth_store:AuthStore": ("get_user_by_id(user_id)",),
+        "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
+            "has_model_access(model_uid, model_type)",
+            "model_permissions",
+            "user_id",
+        ),
+        "xinference.api.oauth2.advanced.cache:ModelPermission": (
+            "permission_type",
+            "permission_value",
         ),
     },
     Feature.MIDDLEWARES: {"fastapi:FastAPI": ("user_middleware",)},
@@ -319,6 +343,12 @@ def replica_name(model_uid: str, replica_id: int) -> str:
     return f"{model_uid}-rep{replica_id}"
 
 
+def replica_index(model_uid: str, replica: str) -> str:
+    """What xinference's metrics call the replica: its number. A name that is not xinference's
+    stays."""
+    return replica.removeprefix(f"{model_uid}-rep")
+
+
 def name_of(model: Any) -> str:
     """The name of the replica that a reference to a model actor is of."""
     return str(model.uid.decode())
@@ -328,6 +358,17 @@ def worker_of(supervisor: Any, replica: str) -> Any:
     """Raises KeyError."""
     worker = supervisor._replica_model_uid_to_worker[replica]
     return worker[0] if isinstance(worker, (list, tuple)) else worker  # a replica of several
+
+
+def worker_addresses(supervisor: Any, model_uid: str) -> dict[str, str]:
+    """The address of the worker of each of the model's replicas."""
+    found: dict[str, str] = {}
+    if works(Feature.PLACEMENT):
+        for number in active_replicas(supervisor, model_uid):
+            replica = replica_name(model_uid, number)
+            with suppress(KeyError):  # it has just been removed
+                found[replica] = worker_of(supervisor, replica).address
+    return found
 
 
 def replica_records(supervisor: Any) -> tuple[dict[str, Any], ...]:
@@ -459,6 +500,25 @@ def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:
     validate = getattr(auth_service, "validate_model_access", None)
     token = request.headers.get("authorization", "").partition(" ")[2].strip()
     return validate is None or bool(validate(token, model_uid, "LLM"))
+
+
+CHANGES = ("xavier", "write")
+"""Type and value of a permission of ours among a key's `model_permissions`. xinference keeps those
+that it does not know, and none of its own routes opens to them."""
+
+
+def key_may_change(auth_service: Any, token: str, model_uid: str) -> bool:
+    """Whether this is an API key for the model with that permission, whose owner may change models.
+
+    The owner counts because accounts make keys for themselves, with any permissions.
+    """
+    validate = getattr(auth_service, "validate_api_key", None)
+    key = validate(token) if validate is not None and works(Feature.KEYS) else None
+    if key is None or not key.has_model_access(model_uid, "LLM"):
+        return False
+    given = {(each.permission_type, each.permission_value) for each in key.model_permissions}
+    owner = auth_service.db.get_user_by_id(key.user_id) if CHANGES in given else None
+    return owner is not None and not {"admin", "models:write"}.isdisjoint(owner["permissions"])
 
 
 def supplied_salt(request: Any) -> Any:

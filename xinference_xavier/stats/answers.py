@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from xinference_xavier.stats.report import read
+from xinference_xavier.stats.schema import NOT_SENT
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Tokens of a prompt by where a replica would get them from."""
+    """Tokens of a prompt that a replica would get from its `local_pool`, from a peer (`remote`), or
+    that it would have `computed`."""
 
     local_pool: int = 0
     remote: int = 0
@@ -65,7 +67,7 @@ class Explanation:
     chunks: tuple[Chunk, ...]
     reuse: Mapping[str, Reuse]
     forecasts: Mapping[str, Forecast]
-    raw: Mapping[str, Any] = field(repr=False)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
@@ -91,8 +93,8 @@ class Explanation:
 
 @dataclass(frozen=True)
 class PrefixCopy:
-    """A named prefix at one replica: `held` of its `chunks` are in the pool. They are not evicted
-    if it is `firm`."""
+    """A named prefix of so many `tokens` at one replica: `held` of its `chunks` are in the pool.
+    They are not evicted if it is `firm`."""
 
     tokens: int = 0
     chunks: int = 0
@@ -108,9 +110,11 @@ ENDED = ("kept", "failed")
 
 @dataclass(frozen=True)
 class NamedPrefix:
-    """`state` is "waiting", "computing", "kept", or "failed" for `reason`. `tokens` is 0 until it
-    has been computed. `replicas` are those that keep it, by xinference's names. `ttl` is in seconds
-    since the last use; `created`, `used` and `expires` are wall-clock times in seconds."""
+    """A text under a `name`. `state` is "waiting", "computing", "kept", or "failed" for `reason`.
+    `tokens` is 0 until it has been computed; it has so many `chunks`. `replicas` are those that
+    keep it, by xinference's names; `copies` is how many should, 1 or "all". Its `retention` is
+    "soft" or "hard". `ttl` is in seconds since the last use; `created`, `used` and `expires` are
+    wall-clock times in seconds."""
 
     name: str
     state: str
@@ -124,7 +128,7 @@ class NamedPrefix:
     created: float
     used: float
     expires: float
-    raw: Mapping[str, Any] = field(repr=False)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:

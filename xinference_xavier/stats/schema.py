@@ -16,12 +16,21 @@ COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
 
 
 def shown_as(name: str, text: str, label: str = "") -> dict[str, str]:
-    """A field's metadata: its metric, without prefix.
+    """A field's metadata: its metric, without prefix, and its description, also for OpenAPI.
 
     A dictionary is shown as the sum of its values. With `label`, an object is shown as one series
     per field, and the field's name is the label's value.
     """
-    return {"metric": name, "help": text, "label": label}
+    return {"metric": name, "description": text, "label": label}
+
+
+def about(text: str) -> dict[str, str]:
+    """Metadata of a field without a metric: its description."""
+    return {"description": text}
+
+
+NOT_SENT = {"exclude": True}
+"""Metadata of a field that no answer has: OpenAPI leaves it out."""
 
 
 def metric(name: str, text: str, default: float | None = 0) -> Any:
@@ -65,8 +74,8 @@ class Histogram:
 
     bounds: ClassVar[tuple[float, ...]] = ()
 
-    counts: list[int] = field(default_factory=list)
-    sum: float = 0.0
+    counts: list[int] = field(default_factory=list, metadata=about("Observations in each bucket."))
+    sum: float = field(default=0.0, metadata=about("Sum of the observations."))
 
     def __post_init__(self) -> None:
         if len(self.counts) != len(self.bounds) + 1:
@@ -146,18 +155,22 @@ class FetchStats:
 
 @dataclass
 class Fetches:
-    """Fetches that `started`, and those that `committed` all rows; `rolled_back` is by reason."""
+    """How fetches from peers ended."""
 
-    started: int = 0
-    committed: int = 0
-    rolled_back: dict[str, int] = field(default_factory=dict)
+    started: int = field(default=0, metadata=about("Fetches that started."))
+    committed: int = field(default=0, metadata=about("Those that brought all rows."))
+    rolled_back: dict[str, int] = field(
+        default_factory=dict, metadata=about("Those that did not, by reason.")
+    )
 
 
 @dataclass
 class ReplicaFetches(Fetches):
-    """`Fetches`; `by_transport` has their durations and sizes."""
+    """`Fetches`, and what each transport did for them."""
 
-    by_transport: dict[str, FetchStats] = field(default_factory=dict)
+    by_transport: dict[str, FetchStats] = field(
+        default_factory=dict, metadata=about("Their durations and sizes.")
+    )
     unreleased_grants: int = metric(
         "unreleased_grants_total",
         "Grants that the replica could not release because the donor did not answer.",
@@ -285,8 +298,7 @@ class HookStats:
 
 @dataclass(kw_only=True)
 class Counters:
-    """Counts that can be summed over replicas. `bytes_received` and `bytes_sent` count chunks from
-    and to peers, `fetches` those from peers, `first_tokens` the times that people waited."""
+    """Counts that can be summed over replicas."""
 
     hits: Hits = field(
         default_factory=Hits,
@@ -294,22 +306,27 @@ class Counters:
             "prompt_tokens_total", "Prompt tokens by the source of their KV cache.", label="source"
         ),
     )
-    first_tokens: FirstTokens = field(default_factory=FirstTokens)
+    first_tokens: FirstTokens = field(
+        default_factory=FirstTokens,
+        metadata=about("The times that people waited, by the source of most of the prompt."),
+    )
     requests: int = metric("requests_total", "Finished requests.")
     seconds_saved: float = metric(
         "saved_seconds",
         "Time that computing the tokens from pool and peers would have taken at measured speed.",
     )
-    bytes_received: int = 0
-    bytes_sent: int = 0
-    fetches: Fetches = field(default_factory=Fetches)
+    bytes_received: int = field(default=0, metadata=about("Bytes of chunks from peers."))
+    bytes_sent: int = field(
+        default=0, metadata=about("Bytes of chunks to peers; a heartbeat lacks them.")
+    )
+    fetches: Fetches = field(default_factory=Fetches, metadata=about("Fetches from peers."))
 
 
 @dataclass(kw_only=True)
 class Totals(Counters):
-    """`Counters`, summed over all replicas; `holdings` are the chunks that they offer to peers."""
+    """`Counters`, summed over all replicas."""
 
-    holdings: int = 0
+    holdings: int = field(default=0, metadata=about("Chunks that they offer to peers."))
 
 
 @dataclass
@@ -327,11 +344,12 @@ class WarmJoinStats:
 
 @dataclass
 class DiskStats:
-    """`state` is one of `DiskState`, and empty without a disk; `problem` is its latest failure."""
-
-    folder: str = ""
-    state: str = ""
-    problem: str = ""
+    folder: str = field(default="", metadata=about("The value of xavier_disk."))
+    state: str = field(
+        default="",
+        metadata=about("`closed`, `comparing`, `open` or `computed differently`; empty without."),
+    )
+    problem: str = field(default="", metadata=about("The latest failure."))
     limit_bytes: int = metric("disk_limit_bytes", "Most bytes that the disk's rows take.")
     rows: int = metric("disk_chunks", "Chunks that the replica can read from the disk.")
     written_bytes: int = metric("disk_written_bytes_total", "Bytes of chunks saved on the disk.")
@@ -340,23 +358,18 @@ class DiskStats:
 
 @dataclass(kw_only=True)
 class ReplicaStats(Counters):
-    """`Counters`, and what else a replica reports about itself.
+    """`Counters`, and what else a replica reports about itself."""
 
-    `vllm` is the version it runs, and `vllm_untested` says that it is newer than all that were
-    tested. `from_environment` are the options whose values are the cluster's defaults.
-    `not_sharing` is why it cannot fetch from any peer. `received_from` has bytes by donor,
-    `fetching` rows by donor. `transport`, `transfer_pid` and `bytes_sent` come from the transfer
-    process and are missing in a heartbeat.
-
-    Classes of their own describe `fetch_decisions`, `waits` for a peer's prefill, the `pool`,
-    `grants` to peers, the `mirror` of their chunks, the `comparison` with them, `warm_join`, and
-    the `disk`.
-    """
-
-    vllm: str | None = None
-    vllm_untested: bool = False
-    from_environment: list[str] = field(default_factory=list)
-    not_sharing: str | None = None
+    vllm: str | None = field(default=None, metadata=about("The version that it runs."))
+    vllm_untested: bool = field(
+        default=False, metadata=about("Whether it is newer than all that were tested.")
+    )
+    from_environment: list[str] = field(
+        default_factory=list, metadata=about("The options whose values are the cluster's defaults.")
+    )
+    not_sharing: str | None = field(
+        default=None, metadata=about("Why it cannot fetch from any peer.")
+    )
     prefill_tokens_per_s: float | None = metric(
         "prefill_tokens_per_second", "Measured speed of computing prompts.", default=None
     )
@@ -372,20 +385,34 @@ class ReplicaStats(Counters):
         "backlog_refused_total",
         "Stores, claims and fetches given up because the background thread was behind.",
     )
-    fetches: ReplicaFetches = field(default_factory=ReplicaFetches)
-    received_from: dict[str, int] = field(default_factory=dict)
+    fetches: ReplicaFetches = field(
+        default_factory=ReplicaFetches, metadata=about("Fetches from peers.")
+    )
+    received_from: dict[str, int] = field(default_factory=dict, metadata=about("Bytes by donor."))
     fetching: dict[str, int] = field(
         default_factory=dict,
         metadata=shown_as("fetching_chunks", "Chunks under way to the replica."),
     )
-    fetch_decisions: Decisions = field(default_factory=Decisions)
-    waits: WaitCounts = field(default_factory=WaitCounts)
-    pool: PoolStats = field(default_factory=PoolStats)
-    grants: GrantStats = field(default_factory=GrantStats)
-    mirror: MirrorStats = field(default_factory=MirrorStats)
-    comparison: ComparisonStats = field(default_factory=ComparisonStats)
-    warm_join: WarmJoinStats = field(default_factory=WarmJoinStats)
-    disk: DiskStats = field(default_factory=DiskStats)
+    fetch_decisions: Decisions = field(
+        default_factory=Decisions, metadata=about("What it fetched or computed.")
+    )
+    waits: WaitCounts = field(
+        default_factory=WaitCounts, metadata=about("Waits for a peer's prefill.")
+    )
+    pool: PoolStats = field(default_factory=PoolStats, metadata=about("Its pool."))
+    grants: GrantStats = field(default_factory=GrantStats, metadata=about("Grants to peers."))
+    mirror: MirrorStats = field(
+        default_factory=MirrorStats, metadata=about("The chunks of its peers.")
+    )
+    comparison: ComparisonStats = field(
+        default_factory=ComparisonStats, metadata=about("Of its rows with those of peers.")
+    )
+    warm_join: WarmJoinStats = field(
+        default_factory=WarmJoinStats, metadata=about("What it fetched when it joined.")
+    )
+    disk: DiskStats = field(
+        default_factory=DiskStats, metadata=about("What is saved below its pool.")
+    )
     hooks: HookStats = field(
         default_factory=HookStats,
         metadata=shown_as(
@@ -394,8 +421,12 @@ class ReplicaStats(Counters):
             label="reason",
         ),
     )
-    transport: str | None = None
-    transfer_pid: int | None = None
+    transport: str | None = field(
+        default=None, metadata=about("Of its rows; a heartbeat lacks it.")
+    )
+    transfer_pid: int | None = field(
+        default=None, metadata=about("Of its transfer process; a heartbeat lacks it.")
+    )
     transfer_restarts: int = metric(
         "transfer_restarts_total", "Restarts of the replica's transfer process."
     )
@@ -412,7 +443,8 @@ class ReplicaStatus(ReplicaStats):
     `replica` is xinference's name for it, `incarnation` vLLM's engine id, `address` that of its
     actor. Replicas share within a `namespace`. `serves`: peers can fetch from it now. `stale`: it
     did not answer, and its stats are those of its last heartbeat. `draining`: it gets no more
-    requests, and will be removed. `raw` is the server's answer.
+    requests, and will be removed. `sequence` is the number of its last publication, `lease_left_s`
+    how long it stays a member without a heartbeat. `raw` is the server's answer.
     """
 
     incarnation: str
@@ -423,7 +455,9 @@ class ReplicaStatus(ReplicaStats):
     holdings: int = metric("published_chunks", "Chunks that the replica offers to peers.")
     stale: bool = False
     draining: bool = False
-    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+    sequence: int = 0
+    lease_left_s: float = 0.0
+    raw: dict[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
 
     def __post_init__(self) -> None:
         self.replica = self.replica or self.incarnation
@@ -534,19 +568,22 @@ PREFIX_STATES = ("kept", "computing", "waiting", "failed")
 
 @dataclass(kw_only=True)
 class ModelStatus:
-    """How the `replicas` of the model `model_uid` share, with their `totals`, and their `tracker`.
+    """How the replicas of a model share. `raw` is the server's answer."""
 
-    `enabled` is the operator's switch, `routing` that of the process that answered,
-    `prefix_states` how many named prefixes are in each of `PREFIX_STATES`, `prefix_file_failures`
-    how often the file of all models' names could not be read or written. `raw` is the server's
-    answer."""
-
-    model_uid: str
-    enabled: bool
-    replicas: tuple[ReplicaStatus, ...]
-    totals: Totals
-    tracker: TrackerStats = field(default_factory=TrackerStats)
-    routing: RoutingStats = field(default_factory=RoutingStats)
-    prefix_states: dict[str, int] = field(default_factory=dict)
-    prefix_file_failures: int = 0
-    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+    model_uid: str = field(metadata=about("The model."))
+    enabled: bool = field(metadata=about("The operator's switch."))
+    replicas: tuple[ReplicaStatus, ...] = field(metadata=about("By name."))
+    totals: Totals = field(metadata=about("Counters, summed over the replicas."))
+    tracker: TrackerStats = field(default_factory=TrackerStats, metadata=about("Of the tracker."))
+    routing: RoutingStats = field(
+        default_factory=RoutingStats, metadata=about("By the process that answered.")
+    )
+    prefix_states: dict[str, int] = field(
+        default_factory=dict,
+        metadata=about("How many named prefixes are in each of `PREFIX_STATES`."),
+    )
+    prefix_file_failures: int = field(
+        default=0,
+        metadata=about("How often the file of all models' names could not be read or written."),
+    )
+    raw: dict[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)

@@ -301,18 +301,30 @@ def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
     _, consumer, answer = share(model, seed=114)
     shown = httpx.get(f"{model.endpoint}/metrics").text
     assert "\nxinference:model_info{" in shown
-    samples = {
-        (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(shown)
-        for sample in family.samples
-        if sample.name.startswith(PREFIX)
+    samples = [
+        sample for family in text_string_to_metric_families(shown) for sample in family.samples
+    ]
+
+    def values(name: str, **labels: str) -> list[float]:
+        return [
+            sample.value
+            for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+
+    (worker,) = {
+        sample.labels["worker_address"]
+        for sample in samples
+        if sample.name == "xinference:model_info" and sample.labels["model_uid"] == UID
     }
-    labels = {"model": UID, "replica": replicas(model)[consumer]["replica"]}
-    peers = sorted({**labels, "source": "remote"}.items())
-    assert samples[("prompt_tokens_total", *peers)] >= answer.cached_tokens > 0
-    fetched = {**labels, "outcome": "committed", "reason": "", "transport": "shared_memory"}
-    assert samples[("fetches_total", *sorted(fetched.items()))] >= 1
-    assert samples["up",] == samples["tracker_up", ("model", UID)] == 1
+    number = replicas(model)[consumer]["replica"].removeprefix(f"{UID}-rep")
+    labels = {"model_uid": UID, "replica_index": number, "worker_address": worker}
+    (tokens,) = values(f"{PREFIX}prompt_tokens_total", **labels, source="remote")
+    assert tokens >= answer.cached_tokens > 0
+    fetched = {**labels, "outcome": "committed", "transport": "shared_memory"}
+    (fetches,) = values(f"{PREFIX}fetches_total", **fetched)
+    assert fetches >= 1
+    assert values(f"{PREFIX}up") == values(f"{PREFIX}tracker_up", model_uid=UID) == [1]
 
 
 def test_the_log_says_once_that_sharing_works_and_once_that_it_stopped(

@@ -12,7 +12,7 @@ import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import Member, tracker_uid
-from xinference_xavier.serving.launch import install
+from xinference_xavier.serving import extension
 from xinference_xavier.tracker.actor import BlockTracker
 
 
@@ -120,7 +120,7 @@ def supervisor_class() -> Any:
             active.remove(replica_id)
             return len(active)
 
-    install.wrap_supervisor(Supervisor)
+    extension.wrap_supervisor(Supervisor)
     return Supervisor
 
 

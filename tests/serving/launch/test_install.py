@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.serving.launch.launching import supervisor_class
-from xinference_xavier.serving.launch import install
+from xinference_xavier.serving import extension
 
 
 def test_wrapping_twice_changes_nothing_and_the_signature_stays() -> None:
     supervisor = supervisor_class()
     once = supervisor._launch_builtin_model
-    install.wrap_supervisor(supervisor)
+    extension.wrap_supervisor(supervisor)
     assert supervisor._launch_builtin_model is once
     assert "replica_config" in inspect.signature(once).parameters
     assert once.__doc__ == "Launches."
@@ -36,7 +36,7 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
         async def terminate_model_replica(self, model_uid: str, replica_id: int) -> None: ...
 
     before = Supervisor.launch_builtin_model
-    install.wrap_supervisor(Supervisor)
+    extension.wrap_supervisor(Supervisor)
     assert Supervisor.launch_builtin_model is not before
 
 
@@ -49,7 +49,7 @@ import inspect
 from xinference.core.supervisor import SupervisorActor
 from xinference.core.worker import WorkerActor
 from xinference_xavier import extension
-from xinference_xavier.serving.launch.install import install
+from xinference_xavier.serving.extension import install
 
 before = inspect.signature(SupervisorActor.launch_builtin_model)
 extension()

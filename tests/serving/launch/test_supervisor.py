@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,7 +220,16 @@ async def test_models_that_share_are_those_with_a_tracker_of_ours(address: str) 
         supervisor._xavier_cache_mapping[model_uid] = await xo.create_actor(
             BlockTracker, model_uid, address=address, uid=uid
         )
-    assert await xavier_models(supervisor) == ["a", "b"]
+    assert await xavier_models(supervisor) == {"a": {}, "b": {}}
+
+
+async def test_models_that_share_name_the_workers_of_their_replicas(supervisor: Any) -> None:
+    supervisor._xavier_cache_mapping["m"] = SimpleNamespace(uid=tracker_uid("m").encode())
+    supervisor._model_uid_to_replica_info["m"] = SimpleNamespace(active_replica_ids=[0, 1, 2])
+    one, other = (SimpleNamespace(address=f"10.0.0.{number}:1") for number in (1, 2))
+    supervisor._replica_model_uid_to_worker = {"m-rep0": one, "m-rep1": (other, one)}
+    expected = {"m-rep0": "10.0.0.1:1", "m-rep1": "10.0.0.2:1"}
+    assert await xavier_models(supervisor) == {"m": expected}, "the last has just been removed"
 
 
 told: queue.Queue[Event] = queue.Queue()

@@ -15,7 +15,7 @@ from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import ConfigError, ReplicaStartError
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.serving.launch import install
+from xinference_xavier.serving import extension
 from xinference_xavier.serving.launch import worker as module
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
@@ -49,7 +49,7 @@ class Worker:
         self.states[model_uid] = state
 
 
-install.wrap_worker(Worker)
+extension.wrap_worker(Worker)
 
 
 async def launch(
@@ -128,7 +128,7 @@ class RacingWorker(Worker):
         return await Worker.launch_builtin_model(self, model_uid, **kwargs)
 
 
-install.wrap_worker(RacingWorker)
+extension.wrap_worker(RacingWorker)
 
 
 async def test_a_replica_that_lost_the_race_for_a_link_is_launched_again() -> None:

@@ -181,9 +181,11 @@ async def xavier_tracker_address(
     return address
 
 
-async def xavier_models(supervisor: Any) -> list[str]:
-    """The uids of all models that share; becomes a SupervisorActor's method."""
-    return sorted(own_trackers(supervisor))
+async def xavier_models(supervisor: Any) -> dict[str, dict[str, str]]:
+    """All models that share, each with the addresses of its replicas' workers; becomes a
+    SupervisorActor's method."""
+    uids = sorted(own_trackers(supervisor))
+    return {uid: seam.worker_addresses(supervisor, uid) for uid in uids}
 
 
 def sharing_launch(original: Method) -> Method:
