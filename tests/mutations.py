@@ -53,8 +53,8 @@ MUTATIONS = (
     # -- never a wrong token -------------------------------------------------------------------
     Mutation(
         "pool/region.py",
-        "(self.array[slot].data, seed=xxhash.xxh3_64_intdigest(key))",
-        "(self.array[slot].data)",
+        "(row, seed=xxhash.xxh3_64_intdigest(key))",
+        "(row)",
         "a donor that sends another chunk's row is believed",
         ("tests/pool/test_region.py",),
     ),

@@ -24,7 +24,7 @@ from xinference_xavier.serving.api import add_routes
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import FirstTokens, ReplicaStats
 
-HITS = {"prefix_cache": 1, "local_pool": 20, "remote": 300, "computed": 4000}
+HITS = {"prefix_cache": 1, "local_pool": 20, "disk": 5, "remote": 300, "computed": 4000}
 WAITS, BOTH_WAITS = FirstTokens(), FirstTokens()
 WAITS.remote.observe(1.5)
 for _ in range(2):

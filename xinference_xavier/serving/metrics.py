@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from xinference_xavier._version import __version__
 from xinference_xavier.errors import ROLLBACKS, NotFoundError, NotSharing
-from xinference_xavier.protocol.startup_errors import without_rank
+from xinference_xavier.protocol.tracker import without_rank
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.host import installed_version
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog

@@ -10,12 +10,13 @@ from tests.serving.ui.scripts import Scripts, find, text_of
 from xinference_xavier.stats.schema import HIT_SOURCES, FirstTokens
 
 Samples = list[dict[str, Any]]
+SOURCES = [source for source in HIT_SOURCES if source != "disk"]
 
 
 def samples(*hits: tuple[int, int, int, int], first_tokens: FirstTokens | None = None) -> Samples:
-    """One each 100 s, with tokens in the order of HIT_SOURCES; people waited in the last one."""
+    """One each 100 s, with tokens in the order of SOURCES; people waited in the last one."""
     found: Samples = [
-        {"time": 1000 + 100 * number, "hits": dict(zip(HIT_SOURCES, tokens, strict=True))}
+        {"time": 1000 + 100 * number, "hits": dict(zip(SOURCES, tokens, strict=True), disk=0)}
         for number, tokens in enumerate(hits)
     ]
     if found and first_tokens is not None:
