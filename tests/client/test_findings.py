@@ -133,6 +133,17 @@ def test_a_pool_smaller_than_the_cache_and_the_size_that_all_its_engines_take() 
     assert found(pool=pool | {"rows": 2048}) == []
 
 
+def test_a_disk_that_fails_or_has_rows_of_others() -> None:
+    disk = {"folder": "/disk", "state": "open", "failures": 3, "problem": "OSError: full"}
+    (finding,) = found(disk=disk)
+    assert (finding.where, finding.grave) == ("replica m-0", False)
+    assert finding.problem == "the disk at /disk failed 3 times, at last with OSError: full"
+    (finding,) = found(disk=disk | {"state": "computed differently"})
+    assert "what is in /disk was computed differently" in finding.problem
+    assert "xinference-xavier disk clear /disk" in finding.remedy
+    assert found(disk=disk | {"problem": ""}) == []
+
+
 def test_shared_memory_is_required_where_it_is_impossible() -> None:
     config = {"port_range": None, "transport": "shared_memory"}
     peers = {"b": "no link by shared_memory: other machine", "c": None}

@@ -169,6 +169,7 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
         yield from _hooks(replica.where, replica.status.hooks)
         yield from _untested(replica)
         yield from _pool(replica)
+        yield from _disk(replica)
         yield from _comparison(replica, names)
         yield from _left_out(replica, names)
         if "error" in replica.self_check:
@@ -312,6 +313,25 @@ def _pool(replica: _Replica) -> Iterator[Finding]:
             f"{pool.rows} of {pool.cache_rows} chunks: it loses chunks that the cache still has",
             f"launch with --xavier_pool_bytes {pool.option_bytes(pool.cache_rows)}, if its host "
             "has that much free memory",
+            grave=False,
+        )
+
+
+def _disk(replica: _Replica) -> Iterator[Finding]:
+    disk = replica.status.disk
+    if disk.state == "computed differently":
+        yield Finding(
+            replica.where,
+            f"does not use the disk: what is in {disk.folder} was computed differently",
+            f"if that was by an earlier machine or driver: xinference-xavier disk clear "
+            f"{disk.folder} on its host",
+            grave=False,
+        )
+    elif disk.problem:
+        yield Finding(
+            replica.where,
+            f"the disk at {disk.folder} failed {disk.failures} times, at last with {disk.problem}",
+            "look at the kernel's log, the free space and the folder's owner on its host",
             grave=False,
         )
 
