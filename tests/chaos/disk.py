@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from examples.processes import until
 from xinference_xavier import disk
@@ -59,8 +59,8 @@ def obey_orders(parent: Path) -> None:
             row = memoryview(bytes(len(row) // 2) + bytes(row[len(row) // 2 :]))
         write(store, slot, row)
 
-    disk.Store.read = obeying_read  # type: ignore[method-assign]
-    disk.Store.write = obeying_write  # type: ignore[method-assign]
+    disk.Store.read = obeying_read  # type: ignore[method-assign, assignment]
+    disk.Store.write = obeying_write  # type: ignore[method-assign, assignment]
     replica_disk._RETRY = 0.5
 
 
@@ -146,7 +146,8 @@ def rollbacks(cluster: Cluster) -> Counter[str]:
 
 
 def _failures(cluster: Cluster) -> int:
-    return sum(figures["disk"]["failures"] for figures in _figures(cluster))
+    failures: int = sum(figures["disk"]["failures"] for figures in _figures(cluster))
+    return failures
 
 
 def _read(cluster: Cluster) -> int:
@@ -159,10 +160,10 @@ def _written(cluster: Cluster) -> int:
     return sum(figures["disk"]["written_bytes"] for figures in _figures(cluster))
 
 
-def _figures(cluster: Cluster) -> list[dict[str, dict[str, dict[str, dict[str, dict[str, int]]]]]]:
-    return [
-        found["replica"] for node in cluster.everybody() if "replica" in (found := node.figures())
-    ]
+def _figures(cluster: Cluster) -> list[Any]:
+    """What each incarnation last reported."""
+    reports = (node.figures() for node in cluster.everybody())
+    return [report["replica"] for report in reports if "replica" in report]
 
 
 KINDS: Mapping[str, Kind] = {
