@@ -36,7 +36,7 @@ class Answer(NamedTuple):
         return (
             f"{self.first_token_s:6.3f} s to the first token, {hits.total:,} tokens: "
             f"{hits.prefix_cache:,} prefix cache, {hits.local_pool:,} local pool, "
-            f"{hits.remote:,} remote, {hits.computed:,} computed ({self.replica})"
+            f"{hits.disk:,} disk, {hits.remote:,} remote, {hits.computed:,} computed ({self.replica})"
         )
 
 
@@ -127,9 +127,5 @@ def streamed(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _difference(now: Hits, before: Hits) -> Hits:
-    return Hits(
-        now.prefix_cache - before.prefix_cache,
-        now.local_pool - before.local_pool,
-        now.remote - before.remote,
-        now.computed - before.computed,
-    )
+    earlier = vars(before)
+    return Hits(**{source: tokens - earlier[source] for source, tokens in vars(now).items()})

@@ -40,7 +40,7 @@ def test_a_failure_within_the_stream_ends_the_program_with_its_reason() -> None:
 def test_an_answer_shows_where_its_prompt_came_from() -> None:
     shown = str(Answer("x", 0.5, "m-rep1", Hits(local_pool=128, remote=5_120, computed=52)))
     assert "0.500 s to the first token, 5,300 tokens" in shown
-    assert "128 local pool, 5,120 remote, 52 computed (m-rep1)" in shown
+    assert "128 local pool, 0 disk, 5,120 remote, 52 computed (m-rep1)" in shown
 
 
 @pytest.mark.parametrize("seed", range(5))
