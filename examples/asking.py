@@ -36,7 +36,8 @@ class Answer(NamedTuple):
         return (
             f"{self.first_token_s:6.3f} s to the first token, {hits.total:,} tokens: "
             f"{hits.prefix_cache:,} prefix cache, {hits.local_pool:,} local pool, "
-            f"{hits.disk:,} disk, {hits.remote:,} remote, {hits.computed:,} computed ({self.replica})"
+            f"{hits.disk:,} disk, {hits.remote:,} remote, {hits.computed:,} computed "
+            f"({self.replica})"
         )
 
 
