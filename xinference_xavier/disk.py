@@ -31,8 +31,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xinference_xavier.pool.region import checksum
-
 _VERSION = 1
 _INDEX, _ROWS, _LOCK = "index.db", "rows", "lock"
 _SCHEMA = """
@@ -335,6 +333,8 @@ class Checked(NamedTuple):
 
 def check(folder: Path, row_bytes: int) -> Checked:
     """Read all rows of a store. Raises OSError, sqlite3.Error."""
+    from xinference_xavier.pool.region import checksum  # imports numpy, which takes long
+
     with closing(_connect(folder)) as connection:
         entries = connection.execute(
             "SELECT slot, key, checksum FROM slots WHERE key IS NOT NULL"

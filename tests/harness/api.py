@@ -30,7 +30,7 @@ from xinference_xavier.serving.gateway import (
     supervisor_process_info,
     worker_process_info,
 )
-from xinference_xavier.serving.launch.supervisor import xavier_models, xavier_tracker_address
+from xinference_xavier.serving.launch.supervisor import own_trackers, xavier_tracker_address
 from xinference_xavier.serving.metrics import add_metrics
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -40,7 +40,6 @@ API_KEY = "sk-secret"
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """The parts of a SupervisorActor that our methods read."""
 
-    xavier_models = xavier_models
     xavier_tracker_address = xavier_tracker_address
 
     def __init__(self) -> None:
@@ -48,6 +47,11 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         self._xavier_cache_mapping: dict[str, Any] = {}
         self._model_uid_to_replica_info: dict[str, Any] = {}
         self._worker_address_to_worker: dict[str, Any] = {}
+
+    async def xavier_models(self) -> dict[str, dict[str, str]]:
+        """As ours, but no replica is on one of xinference's workers: xinference, which takes long
+        to import, is not here."""
+        return {uid: {} for uid in sorted(own_trackers(self))}
 
     async def add_tracker(self) -> None:
         self._xavier_cache_mapping[MODEL] = await xo.create_actor(

@@ -82,7 +82,8 @@ def test_the_loads_of_the_replicas_are_seen(scene: Scene) -> None:
     assert found("routing", model_uid="model", mode="auto") == 1
     assert found("prefill_backlog_seconds", replica_index="first") == 0
     assert 3000 < found("prefill_backlog_seconds", replica_index="second") <= 3600
-    assert ("routed_requests_total", ("model", "model"), ("replica", "first")) in found.samples
+    routed = ("routed_requests_total", ("model_uid", "model"), ("replica_index", "first"))
+    assert routed in found.samples
     for replica in (scene.donor, scene.consumer):
         replica.report_load(None)
 
@@ -101,19 +102,16 @@ def test_one_line_when_sharing_works_and_one_when_it_stops(scene: Scene) -> None
 
     wait_until(lambda: lines()[-1:] == [WORKS], "sharing works")
     before = len(lines())
+    off = {"reason": NotSharing.SWITCHED_OFF, "replica_index": "second"}
     scene.switch(False)
     try:
         wait_until(lambda: len(lines()) == before + 1, "a line says that sharing stopped")
-        until(scene, lambda now: ("sharing", *_off("second")) in now.samples, "the scrape says why")
+        until(scene, lambda now: now("sharing", **off) == 1, "the scrape says why")
     finally:
         scene.switch(True)
     wait_until(lambda: len(lines()) == before + 2, "a line says that it works again")
     stopped = "WARNING sharing stopped, switched off by an operator: incarnation=second"
     assert lines()[before:] == [stopped, WORKS]
-
-
-def _off(replica: str) -> tuple[tuple[str, str], ...]:
-    return (("model", "model"), ("reason", NotSharing.SWITCHED_OFF), ("replica", replica))
 
 
 def test_requests_leave_no_lines_and_a_repeated_failure_is_logged_once(scene: Scene) -> None:
