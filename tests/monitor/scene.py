@@ -53,12 +53,18 @@ class Scraped:
 
     def __call__(self, name: str, **labels: str) -> float:
         """The sum of all series with these labels; 0 if there are none."""
-        wanted = labels.items()
-        return sum(
+        return sum(self._values(name, labels))
+
+    def has(self, name: str, **labels: str) -> bool:
+        """Whether there is a series with these labels."""
+        return bool(self._values(name, labels))
+
+    def _values(self, name: str, labels: dict[str, str]) -> list[float]:
+        return [
             value
             for (its_name, *its_labels), value in self.samples.items()
-            if its_name == name and wanted <= dict(its_labels).items()
-        )
+            if its_name == name and labels.items() <= dict(its_labels).items()
+        ]
 
 
 class Scene(NamedTuple):
