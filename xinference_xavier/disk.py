@@ -231,8 +231,9 @@ class Store:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an index has to be removed: it is no database, malformed, or of another version."""
-    return type(error) is sqlite3.DatabaseError
+    """Whether an index has to be removed: it is no database, malformed, of another version, or has
+    values that nobody writes. What the disk or another process does passes."""
+    return not isinstance(error, (OSError, sqlite3.OperationalError))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,10 +38,10 @@ OTHER: Sketch = {"layer": ("float32", [2.0, -1.0])}
 class Life:
     """A replica from a start to its end: its pool, and the disk below `parent`."""
 
-    def __init__(self, parent: Path, slots: int = 64) -> None:
+    def __init__(self, parent: Path, slots: float = 64) -> None:
         self.region = Region.create(ROWS, ROW_BYTES)
         self.pool = Pool(ROWS)
-        self.disk = Disk(parent, slots * ROW_BYTES, "model", self.region, self.pool)
+        self.disk = Disk(parent, int(slots * ROW_BYTES), "model", self.region, self.pool)
         self.namespace = SharedNamespace("namespace", self._move)
         self.disk.move(self.namespace.lasting)
         self.mirror = Mirror("own")
@@ -328,6 +329,27 @@ async def test_a_store_that_was_removed_is_begun_anew(
         await replica.until(lambda: before not in replica.disk.index)
         await replica.until(lambda: replica.disk.state is DiskState.OPEN)
         await replica.save([after])
+
+
+async def test_an_index_with_values_that_nobody_writes_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
+    before, after = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save([before])
+    with sqlite3.connect(folder_of(tmp_path, "namespace", ROW_BYTES) / "index.db") as index:
+        index.execute("UPDATE slots SET checksum = NULL")
+    index.close()
+    async with life(tmp_path) as again:
+        assert again.disk.report().failures == 1
+        await again.save([after])
+
+
+async def test_a_limit_without_room_for_a_chunk_is_said(tmp_path: Path) -> None:
+    async with life(tmp_path, canary=None, slots=0.5) as replica:
+        await replica.until(lambda: replica.disk.report().failures > 0)
+        assert "4096 bytes hold no chunk of 8192" in replica.disk.report().problem
 
 
 async def test_a_disk_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ reading. If they hang, reads end by their deadlines, and the cost model leaves t
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import shutil
-import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -225,14 +225,14 @@ class Disk:
             with suppress(TimeoutError):
                 await within(0.0 if self._wanted and self._saves else _PAUSE, self._news.wait())
             self._news.clear()
+            namespace = self._namespace
             try:
                 await self._work()
-            except (OSError, sqlite3.Error) as error:
+            except Exception as error:  # whatever it is, sharing goes on
                 self._failed(error)
-                damaged = self._store if disk.is_damage(error) else None
                 self._close()
-                if damaged is not None:
-                    await self._call(disk.discard, damaged.folder)
+                if namespace is not None and disk.is_damage(error):
+                    await self._call(disk.discard, self._folder(namespace))
 
     async def _work(self) -> None:
         now, namespace = time.monotonic(), self._namespace
@@ -321,13 +321,18 @@ class Disk:
             disk.remove_unused(self._parent, time.time())
         self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         limit = self._max_bytes or shutil.disk_usage(self._parent).total // _SHARE
-        folder = disk.folder_of(self._parent, namespace, self._region.row_bytes)
-        store = Store(folder, self._region.row_bytes, limit)
+        if limit < self._region.row_bytes:
+            reason = f"{limit} bytes hold no chunk of {self._region.row_bytes}"
+            raise OSError(errno.ENOSPC, reason, str(self._parent))
+        store = Store(self._folder(namespace), self._region.row_bytes, limit)
         self.stats.limit_bytes = limit
         store.note("model", self._model_uid)
         store.note("namespace", namespace)
         store.note("row_bytes", self._region.row_bytes)
         return store
+
+    def _folder(self, namespace: str) -> Path:
+        return disk.folder_of(self._parent, namespace, self._region.row_bytes)
 
     def _compare(self, store: Store, sketches: Mapping[str, Sketch]) -> Difference | None:
         """How the engine differs from those that have used the store."""
