@@ -30,7 +30,8 @@ from xinference_xavier.serving.gateway import (
     supervisor_process_info,
     worker_process_info,
 )
-from xinference_xavier.serving.launch.supervisor import own_trackers, xavier_tracker_address
+from xinference_xavier.serving.launch import own_trackers
+from xinference_xavier.serving.launch.supervisor import xavier_tracker_address
 from xinference_xavier.serving.metrics import add_metrics
 from xinference_xavier.tracker.actor import BlockTracker
 
