@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from xinference_xavier.disk import (
     discard,
     folder_of,
     is_damage,
+    locked,
     remove,
     remove_unused,
     summaries,
@@ -217,10 +218,9 @@ def test_an_index_of_another_version_is_begun_anew(
 
 @pytest.mark.parametrize("removed", [remove, discard])
 def test_whoever_has_a_removed_store_open_notices(
-    folder: Path, store: Store, region: Region, clock: Clock, removed: object
+    folder: Path, store: Store, region: Region, clock: Clock, removed: Callable[[Path], None]
 ) -> None:
     save(store, region, 1)
-    assert callable(removed)
     removed(folder)
     with pytest.raises(StoreGoneError):
         store.refresh()
@@ -256,6 +256,15 @@ def test_a_full_disk_is_used_as_far_as_it_goes(
             store.write(slot, region.row(0).data)
     assert len(save(store, region, 3, 4)) == 2
     assert saved(store) == {3, 4}
+
+
+def test_a_process_that_stands_still_while_it_opens_the_store_blocks_nobody_for_ever(
+    folder: Path, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xinference_xavier.disk._PATIENCE", 0.0)
+    with locked(folder), pytest.raises(BlockingIOError):
+        opened(folder, clock)
+    opened(folder, clock)
 
 
 def test_notes_are_everybodys(folder: Path, store: Store, clock: Clock) -> None:

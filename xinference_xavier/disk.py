@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 _VERSION = 1
 _INDEX, _ROWS, _LOCK = "index.db", "rows", "lock"
@@ -46,7 +46,8 @@ CREATE INDEX IF NOT EXISTS slots_by_revision ON slots (revision);
 CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 """
 _PATIENCE = 5.0
-"""Seconds for another process to finish its transaction."""
+"""Seconds for another process to finish its transaction, or what it locks."""
+_LOOK = 0.01  # seconds; nothing announces that a lock is free
 _ABANDONED = 600.0
 WEEK = 7 * 86400.0
 
@@ -87,22 +88,20 @@ class Store:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder):
             self._connection = self._whole_index()
-            self._inode = (folder / _INDEX).stat().st_ino
-            self._rows = _open_rows(folder / _ROWS)
+            with closing_on_error(self._connection):
+                self._inode = (folder / _INDEX).stat().st_ino
+                self._rows = _open_rows(folder / _ROWS)
         # Not in `close`: another thread may be reading.
         weakref.finalize(self, os.close, self._rows)
-        try:
+        with closing_on_error(self):
             self.refresh()
-        except BaseException:
-            self.close()
-            raise
 
     def _whole_index(self) -> sqlite3.Connection:
         """The index without what is beyond the limit, which may have been higher; a new one if it
         is damaged."""
         try:
             connection = _connect(self.folder)
-            with _closing_on_error(connection):
+            with closing_on_error(connection):
                 connection.execute("DELETE FROM slots WHERE slot >= ?", (self.slots,))
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
@@ -236,12 +235,34 @@ def is_damage(error: Exception) -> bool:
     return not isinstance(error, (OSError, sqlite3.OperationalError))
 
 
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+@contextmanager
+def closing_on_error(opened: _Closes) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        opened.close()
+        raise
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """While no other process opens or discards the store."""
+    """While no other process opens or discards the store. Raises BlockingIOError, an OSError, if
+    one takes longer than `_PATIENCE`: it may be suspended."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK)
         os.utime(lock)
         yield
     finally:
@@ -260,7 +281,7 @@ def _connect(folder: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(
         file, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
     )
-    with _closing_on_error(connection):
+    with closing_on_error(connection):
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -269,15 +290,6 @@ def _connect(folder: Path) -> sqlite3.Connection:
         connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
         connection.execute(f"PRAGMA user_version = {_VERSION}")
     return connection
-
-
-@contextmanager
-def _closing_on_error(connection: sqlite3.Connection) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        connection.close()
-        raise
 
 
 def _open_rows(file: Path) -> int:
@@ -363,9 +375,12 @@ def remove(folder: Path) -> None:
 
 def remove_unused(parent: Path, now: float) -> list[Path]:
     """Remove the stores that nobody has used for a week; returns their folders."""
-    unused = [folder for folder in _folders(parent) if now - _last_use(folder) > WEEK]
-    for folder in unused:
-        remove(folder)
+    unused = []
+    for folder in _folders(parent):
+        with suppress(FileNotFoundError):  # another replica starts, too, and was faster
+            if now - _last_use(folder) > WEEK:
+                remove(folder)
+                unused.append(folder)
     return unused
 
 

@@ -225,7 +225,7 @@ class Cluster:
         return sum(pick(figures) for node in self.everybody() if (figures := node.figures()))
 
     def rollbacks(self) -> Counter[str]:
-        """Of fetches from peers."""
+        """Why fetches from peers were rolled back, and how often."""
         reasons: Counter[str] = Counter()
         for node in self.everybody():
             fetches = node.figures().get("replica", {}).get("fetches", {})

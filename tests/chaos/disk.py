@@ -23,6 +23,7 @@ from xinference_xavier.replica import disk as replica_disk
 
 if TYPE_CHECKING:
     from tests.chaos.cluster import Cluster
+    from tests.chaos.kinds import Kind
     from tests.chaos.schedule import Step
 
 ROWS = 256
@@ -40,7 +41,7 @@ class DiskOrder(StrEnum):
 
 
 def obey_orders(parent: Path) -> None:
-    """From now on, this process's calls to stores below `parent` obey."""
+    """Let this process's calls to stores below `parent` obey orders from now on."""
     read, write = disk.Store.read, disk.Store.write
 
     def obeying_read(store: disk.Store, slot: int, row: memoryview) -> bool:
@@ -68,9 +69,6 @@ def _ordered(parent: Path, what: DiskOrder) -> bool:
     return (parent / what).exists()
 
 
-Kind = Callable[["Cluster", "Step"], bool]
-
-
 def _by_order(what: DiskOrder, seen: Callable[[Cluster], int]) -> Kind:
     def inject(cluster: Cluster, step: Step) -> bool:
         order = cluster.disk / what
@@ -87,7 +85,7 @@ def _by_order(what: DiskOrder, seen: Callable[[Cluster], int]) -> Kind:
 
 
 def _of_files(damage: Callable[[Path, random.Random], None]) -> Kind:
-    """Of the store of the current weights, which some reader notices."""
+    """Damage the store that was used last, so that a reader notices."""
 
     def inject(cluster: Cluster, step: Step) -> bool:
         def noticed() -> int:
@@ -138,7 +136,7 @@ def _remove(folder: Path, _: random.Random) -> None:
 
 
 def rollbacks(cluster: Cluster) -> Counter[str]:
-    """Of reading from the disk."""
+    """Why rows could not be read from the disk, and how often."""
     found: Counter[str] = Counter()
     for figures in _figures(cluster):
         found.update(figures["fetches"]["by_transport"].get("disk", {}).get("reasons", {}))

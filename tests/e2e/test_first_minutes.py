@@ -54,7 +54,7 @@ def wheel(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """Of an environment that has xinference and vLLM, but not the extension."""
+    """The interpreter of an environment that has xinference and vLLM, but not the extension."""
     return link(tmp_path / "environment")
 
 

@@ -50,8 +50,8 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         self._worker_address_to_worker: dict[str, Any] = {}
 
     async def xavier_models(self) -> dict[str, dict[str, str]]:
-        """As ours, but no replica is on one of xinference's workers: xinference, which takes long
-        to import, is not here."""
+        """The models of `own_trackers`. Ours would import xinference, which takes long, to look for
+        their replicas' workers; there are none here."""
         return {uid: {} for uid in sorted(own_trackers(self))}
 
     async def add_tracker(self) -> None:

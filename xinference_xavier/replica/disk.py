@@ -101,6 +101,8 @@ class Disk:
 
     def move(self, namespace: str | None) -> None:
         """Change to the store of another namespace; None: to none."""
+        if namespace == self._namespace:
+            return
         self._namespace = namespace
         self._once.clear()
         self._wanted.clear()
@@ -160,7 +162,7 @@ class Disk:
         self._readers.shutdown()
 
     def report(self) -> DiskStats:
-        return replace(self.stats, state=self.state.value)
+        return replace(self.stats, state=self.state.value, rows=len(self.index))
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -265,7 +267,6 @@ class Disk:
             failure = await self._call(self._update, store, touched, void, rows)
         finally:
             self._pool.unpin(rows)
-        self.stats.rows = len(store.index)
         if failure is not None:  # it may be full, and be read all the same
             self._failed(failure)
             self._save_at = time.monotonic() + _RETRY
@@ -311,7 +312,6 @@ class Disk:
         self._touched.clear()
         self._void.clear()
         self.state = DiskState.CLOSED
-        self.stats.rows = 0
 
     # -- in the thread for the index ------------------------------------------------------------
 
@@ -326,9 +326,10 @@ class Disk:
             raise OSError(errno.ENOSPC, reason, str(self._parent))
         store = Store(self._folder(namespace), self._region.row_bytes, limit)
         self.stats.limit_bytes = limit
-        store.note("model", self._model_uid)
-        store.note("namespace", namespace)
-        store.note("row_bytes", self._region.row_bytes)
+        with disk.closing_on_error(store):
+            store.note("model", self._model_uid)
+            store.note("namespace", namespace)
+            store.note("row_bytes", self._region.row_bytes)
         return store
 
     def _folder(self, namespace: str) -> Path:

@@ -54,7 +54,7 @@ class PrefixTerms(Body):
     copies: Copies = 1
     """How many replicas keep it: 1 or "all"."""
     retention: Retention = "soft"
-    """Of its chunks, hard ones are never evicted, soft ones after everything else."""
+    """Whether its chunks are never evicted ("hard"), or after everything else ("soft")."""
 
 
 class PrefixBody(Question, PrefixTerms):
@@ -131,8 +131,8 @@ class Cluster(_Answer):
     workers: dict[str, dict[str, Any]]
     """xinference's workers, by address."""
     models: dict[str, dict[str, Any]]
-    """Of each model by uid its `report`, its `tracker`'s process and the `self_checks` of its
-    replicas."""
+    """The models by uid, each with its `report`, its `tracker`'s process and the `self_checks` of
+    its replicas."""
 
 
 class PlacedChunk(_Answer):
