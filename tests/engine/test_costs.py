@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.engine.scheduling import CHUNK, ROW_BYTES
 from xinference_xavier.engine.costs import (
     MAX_PAUSE,
+    MAX_RETRY_AFTER,
     RETRY_AFTER,
     CostModel,
     LinearFit,
@@ -336,6 +337,33 @@ def test_a_peer_that_is_still_slow_is_avoided_again(peer: Peer) -> None:
     assert peer.min_chunks() == 1
     peer.fetch(10, 11.0)
     assert peer.min_chunks() > 10
+
+
+def test_a_peer_that_stays_slow_is_tried_less_and_less(peer: Peer) -> None:
+    peer.learn(1.0, 1.0)
+    after = RETRY_AFTER
+    while after < MAX_RETRY_AFTER:
+        peer.now += after + 1
+        peer.fetch(10, 11.0)
+        after *= 2
+        peer.now += after
+        assert peer.min_chunks() > 10
+        assert peer.cost_model.measured(peer.now) == ["a"]
+    peer.now += MAX_RETRY_AFTER + 1
+    peer.fetch(10, 11.0)
+    peer.now += MAX_RETRY_AFTER + 1
+    assert peer.min_chunks() == 1, "it is never given up"
+
+
+def test_a_peer_that_was_slow_and_is_fast_is_as_any_other(peer: Peer) -> None:
+    peer.learn(1.0, 1.0)
+    peer.now += RETRY_AFTER + 1
+    peer.fetch(10, 11.0)
+    peer.now += 2 * RETRY_AFTER + 1
+    peer.fetch(10, 0.1)
+    peer.fetch(10, 11.0)
+    peer.now += RETRY_AFTER + 1
+    assert peer.min_chunks() == 1
 
 
 def test_predictions_are_compared_with_what_fetches_took(peer: Peer) -> None:

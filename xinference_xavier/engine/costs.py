@@ -119,7 +119,9 @@ class PrefillRate:
 
 
 RETRY_AFTER = 30.0
-"""Seconds after the last fetch from a peer for which its rate counts."""
+"""Seconds after the last fetch from a peer for which its rate counts. They double whenever the next
+fetch turns out slower than computing again."""
+MAX_RETRY_AFTER = 32 * RETRY_AFTER
 MAX_FAILURES = 2  # in a row, before a peer is left out
 MAX_PAUSE = 60.0  # seconds between two probes
 _BLAMELESS = frozenset({"not held", "not compared", "donor gone", "reset", "stopped"})
@@ -141,6 +143,7 @@ class _Peer:
     measured: float = 0.0  # when the latest measured fetch began
     transport: str = ""  # of the latest measured fetch
     rates: dict[str, LinearFit] = field(default_factory=dict)  # seconds over rows, by transport
+    retry_after: float = RETRY_AFTER
     failures: int = 0  # in a row
     probe_at: float = 0.0  # if it is left out
     reason: str = ""  # of the latest failure
@@ -163,7 +166,7 @@ class CostModel:
 
         Without `now`, it counts however old it is."""
         peer = self._peers.get(donor)
-        return _UNKNOWN if peer is None or now - peer.tried > RETRY_AFTER else peer.rate
+        return _UNKNOWN if peer is None or now - peer.tried > peer.retry_after else peer.rate
 
     def patience(self, donor: str, rows: int, now: float) -> float:
         """How many seconds to wait for a fetch from `donor`; infinite if its rate is unknown."""
@@ -173,8 +176,8 @@ class CostModel:
     def measured(self, now: float) -> list[str]:
         """The peers whose rates are known, the latest tried first."""
         latest = reversed(self._peers.items())
-        recent = takewhile(lambda each: now - each[1].tried <= RETRY_AFTER, latest)
-        return [name for name, peer in recent if peer.rate]
+        recent = takewhile(lambda each: now - each[1].tried <= MAX_RETRY_AFTER, latest)
+        return [name for name, peer in recent if peer.rate and now - peer.tried <= peer.retry_after]
 
     def left_out(self, probe_by: float = math.inf) -> list[str]:
         """The peers that are left out and may be probed at the time `probe_by`."""
@@ -203,9 +206,10 @@ class CostModel:
         if self._left_out.pop(fetch.source, None):
             peer.rates.clear()
         peer.failures = 0
-        self._learn(peer, fetch, prediction.began)
-        decisions, (predicted, prefill, _) = self.decisions, prediction
-        decisions.slower_than_prefill += prefill is not None and fetch.seconds > prefill
+        decisions, (predicted, prefill, began) = self.decisions, prediction
+        is_slower = prefill is not None and fetch.seconds > prefill
+        decisions.slower_than_prefill += is_slower
+        self._learn(peer, fetch, began, is_slower)
         if predicted and len(fetch.committed) == len(fetch.rows):
             decisions.predictions += 1
             decisions.predicted_s += predicted
@@ -223,9 +227,13 @@ class CostModel:
             peer.probe_at = now + min(2.0**doublings, MAX_PAUSE)
             self._left_out[fetch.source] = peer
 
-    def _learn(self, peer: _Peer, fetch: Fetch, began: float) -> None:
+    def _learn(self, peer: _Peer, fetch: Fetch, began: float, is_slower: bool) -> None:
         opened_link = fetch.transport not in peer.rates and fetch.source != DISK
-        stale = began - peer.measured > RETRY_AFTER
+        stale = began - peer.measured > peer.retry_after
+        if opened_link or not is_slower:
+            peer.retry_after = RETRY_AFTER
+        elif stale:
+            peer.retry_after = min(2 * peer.retry_after, MAX_RETRY_AFTER)
         peer.measured, peer.transport = max(began, peer.measured), fetch.transport
         if stale or fetch.transport not in peer.rates:
             peer.rates[fetch.transport] = LinearFit()
