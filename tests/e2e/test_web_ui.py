@@ -74,6 +74,11 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
         browser.wait_text("#events", f"{name} joined")
     assert browser.text("#from-remote") == "0"
     assert not browser.has("#links")
+    browser.find("#routing-off").click()  # or the second request would follow the first
+    browser.wait(
+        lambda: browser.find("#routing-off").get_attribute("aria-pressed") == "true",
+        "replicas answer in turn",
+    )
 
     _, first = published(xinference, UID, lambda: xinference.complete(UID, question(400)))
     whole = first.prompt_tokens // CHUNK

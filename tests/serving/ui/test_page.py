@@ -78,7 +78,7 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
     browser = page()
     browser.wait_text("#live", "Live")
     assert browser.text("#helps").startswith("Yes: ")
-    assert len(rows(browser, "waits-now")) == len(HITS)
+    assert len(rows(browser, "waits-now")) == len(HITS) - 1, "no replica has a disk"
     all_tokens = 2 * sum(HITS.values())
     assert browser.text("#reused") == "50%"
     assert browser.text("#from-remote") == "40,000"
@@ -102,6 +102,20 @@ def test_the_figures_of_a_model(page: Any, stage: Stage) -> None:
                  "2,400 tokens/s", "shared_memory", "vLLM 0.32.0"):  # fmt: skip
         assert part in shown, part
     assert "2 replicas, 2 links" in browser.find("#graph").get_attribute("aria-label")
+
+
+def test_a_disk_is_a_source_where_a_replica_has_one(page: Any, stage: Stage) -> None:
+    stage.history = history(time.time())
+    disk = {"state": "open", "rows": 3, "limit_bytes": 8 * MIB}
+    stage.share(two(disk=disk))
+    browser = page()
+    browser.wait_text("#replicas", "Disk: 6.0 MiB of 8.0 MiB")
+    assert "Disk 0% (0)" in browser.text("#sources .legend")
+    assert len(rows(browser, "waits-now")) == len(HITS)
+    stage.share(two(disk={**disk, "problem": "OSError: No space left on device"}))
+    browser.wait_text("#replicas", "Disk: OSError: No space left on device")
+    stage.share(two(disk={**disk, "state": "computed differently"}))
+    browser.wait_text("#replicas", "Disk: rows computed differently, not used")
 
 
 def test_moving_bytes_are_shown(page: Any, stage: Stage) -> None:
@@ -680,7 +694,6 @@ def test_on_a_phone(page: Any, stage: Stage, browser: Browser) -> None:
         """
     )
     assert small == []
-    browser.screenshot("page-phone")
 
 
 def test_by_keyboard(page: Any, stage: Stage) -> None:

@@ -42,6 +42,13 @@ interface Pool {
   engines: number;
 }
 
+interface Disk {
+  state: string; // empty without a disk
+  problem: string;
+  limit_bytes: number;
+  rows: number;
+}
+
 interface Comparison {
   differing: number;
   peer: string;
@@ -66,6 +73,7 @@ interface Replica extends Counters {
   fetching: ByName<number>;
   fetch_decisions: { left_out: ByName<string> };
   pool: Pool;
+  disk: Disk;
   comparison: Comparison;
   hooks: Hooks;
   transport: string | null;

@@ -28,6 +28,15 @@ import { language, named } from "./settings.js";
 /** @typedef {import("./plots.js").Plot} Plot */
 
 /**
+ * Where tokens may come from: the disk only if a replica has one.
+ * @param {Report} report
+ */
+function sourcesOf({ replicas, totals }) {
+  const hasDisk = totals.hits.disk > 0 || replicas.some(({ disk }) => disk.state !== "");
+  return HIT_SOURCES.filter((source) => source !== "disk" || hasDisk);
+}
+
+/**
  * @param {Hits} hits
  * @param {boolean} thin
  */
@@ -77,9 +86,9 @@ function tile(id, title, big, small) {
  * @param {Report} report
  * @param {Sample[]} samples
  */
-export function recentView({ totals }, samples) {
+export function recentView(report, samples) {
   const text = language.words;
-  const recent = recentOf(samples, totals);
+  const recent = recentOf(samples, report.totals);
   return h(
     "section",
     { class: "stack", id: "recent" },
@@ -89,17 +98,22 @@ export function recentView({ totals }, samples) {
       h("h2", null, text.helping),
       h("span", { class: "muted" }, text.recent),
     ),
-    recent === null ? h("p", { class: "muted" }, text.noSamples) : recentTiles(recent),
+    recent === null
+      ? h("p", { class: "muted" }, text.noSamples)
+      : recentTiles(recent, sourcesOf(report)),
   );
 }
 
-/** @param {NonNullable<ReturnType<typeof recentOf>>} recent */
-function recentTiles({ hits, shared, rate, saved, waits }) {
+/**
+ * @param {NonNullable<ReturnType<typeof recentOf>>} recent
+ * @param {Source[]} sources
+ */
+function recentTiles({ hits, shared, rate, saved, waits }, sources) {
   const text = language.words;
   const { all } = tokensOf(hits);
   const share = percent(shared, all);
   const helps = shared > 0 ? fill(text.helps, { percent: share }) : text.helpsNot;
-  const rows = HIT_SOURCES.map((source) =>
+  const rows = sources.map((source) =>
     h(
       "tr",
       null,
@@ -185,7 +199,7 @@ export function sourcesView(report) {
   const text = language.words;
   const { hits } = report.totals;
   const { all } = tokensOf(hits);
-  const legend = HIT_SOURCES.map((key) =>
+  const legend = sourcesOf(report).map((key) =>
     h(
       "li",
       null,
@@ -331,7 +345,7 @@ function replicaRow(report, replica, groups) {
       replica.draining && note(fill(text.draining, { requests: left })),
       replica.stale && note(text.stale),
     ),
-    cell(poolText(replica.pool), false),
+    cell(poolText(replica), false),
     cell(count(replica.holdings ?? 0)),
     cell(count(replica.requests)),
     cell([percent(reused, all), splitBar(replica.hits, true)], false),
@@ -340,8 +354,8 @@ function replicaRow(report, replica, groups) {
   );
 }
 
-/** @param {Pool} pool */
-function poolText(pool) {
+/** @param {Replica} replica */
+function poolText({ pool, disk }) {
   const text = language.words;
   if (!pool.rows) return "–";
   const used = bytes((pool.ready + pool.filling) * pool.row_bytes);
@@ -353,7 +367,20 @@ function poolText(pool) {
     note(pool.quarantined > 0 ? `${pinned}, ${quarantined}` : pinned),
     pool.rows < pool.cache_rows &&
       note(fill(text.smallPool, { share: percent(pool.rows, pool.cache_rows), size: enough })),
+    disk.state !== "" && note(diskText(disk, pool.row_bytes)),
   ];
+}
+
+/**
+ * @param {Disk} disk
+ * @param {number} rowBytes
+ */
+function diskText(disk, rowBytes) {
+  const text = language.words;
+  if (disk.problem !== "") return fill(text.diskFails, { problem: disk.problem });
+  if (disk.state === "computed differently") return text.diskDiffers;
+  const used = bytes(disk.rows * rowBytes);
+  return fill(text.diskOf, { used, all: bytes(disk.limit_bytes) });
 }
 
 /** @param {Report} report */
@@ -384,12 +411,13 @@ function untilOf(samples) {
 }
 
 /**
+ * @param {Report} report
  * @param {Sample[]} samples
  * @param {number} width
  * @param {Plot["cursors"]} cursors
  * @param {() => void} changed
  */
-export function firstTokensView(samples, width, cursors, changed) {
+export function firstTokensView(report, samples, width, cursors, changed) {
   const text = language.words;
   return h(
     "div",
@@ -399,7 +427,7 @@ export function firstTokensView(samples, width, cursors, changed) {
       title: text.firstTokens,
       help: text.firstTokensHelp,
       shape: LINES,
-      series: HIT_SOURCES,
+      series: sourcesOf(report),
       format: brief,
       nice: niceCeiling,
       rates: firstTokensOf(samples),
@@ -412,12 +440,13 @@ export function firstTokensView(samples, width, cursors, changed) {
 }
 
 /**
+ * @param {Report} report
  * @param {Sample[]} samples
  * @param {number} width
  * @param {Plot["cursors"]} cursors
  * @param {() => void} changed
  */
-export function plotsView(samples, width, cursors, changed) {
+export function plotsView(report, samples, width, cursors, changed) {
   const text = language.words;
   const common = {
     rates: ratesOf(samples),
@@ -435,7 +464,7 @@ export function plotsView(samples, width, cursors, changed) {
     h(
       "div",
       { class: "columns narrow", "data-measure": "plots" },
-      plotView({ ...common, name: "tokens", title: text.tokensPlot, series: HIT_SOURCES }),
+      plotView({ ...common, name: "tokens", title: text.tokensPlot, series: sourcesOf(report) }),
       plotView({
         ...common,
         name: "bytes",
