@@ -120,6 +120,11 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
     "disk": (
         Bar("write ÷ direct", 0.7, lambda part: {"": part["rows"]["write/direct"]["median"]}, True),
         Bar("read ÷ direct", 0.7, lambda part: {"": part["rows"]["read/direct"]["median"]}, True),
+        Bar(
+            "replay: mean ÷ that without a disk",
+            0.65,
+            lambda part: {each["trace"]: each["mean/without"] for each in part["replays"]},
+        ),
     ),
     "no_hits": (
         Bar("throughput ÷ that without a connector", 0.99, _compared("requests_per_s"), True),

@@ -2,7 +2,8 @@
 
 Rows are saved and read as a replica does, with the index, checksums and threads. In turns, as many
 bytes are written and read by as many threads that do nothing else. Then an engine computes a
-prompt, saves it, forgets it, and finds it on the disk.
+prompt, saves it, forgets it, and finds it on the disk. Traces of real services are replayed on
+simulated replicas whose pools are too small, with a disk and without one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rivals, traces
 from benchmarks.figures import figure, ratio, shown, table
 from benchmarks.report import ROOT
+from benchmarks.routing import summary
+from benchmarks.simulator import Engine, Simulator
 from examples.processes import until
 from tests.harness.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts, whole_chunks
 from tests.harness.replicas import fresh_keys
@@ -29,7 +33,13 @@ from xinference_xavier.replica.disk import READERS, Disk, DiskState
 ROWS, ROW_BYTES = 128, 2 << 20
 TOKENS = (1000, 8000)
 ROUNDS = 5
-QUICK = {"ROWS": 16, "TOKENS": (1000,)}
+REPLICAS, LOAD = 4, 0.8
+POOL_SHARE = 0.1
+"""All simulated pools together, relative to the chunks that a trace asks for."""
+DISK_TOKENS = 30_000
+"""Per second, for all simulated replicas together: 4 GB/s, as of one fast drive."""
+REQUESTS = 24_000
+QUICK = {"ROWS": 16, "TOKENS": (1000,), "REQUESTS": 1000}
 _PATIENCE = 300.0
 _OWN = "own"
 
@@ -39,7 +49,7 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         rows = asyncio.run(_rows(Path(folder, "rows")))
         lengths = _engine(Path(folder, "engine"))
-    return {"rows": rows, "lengths": lengths}
+    return {"rows": rows, "lengths": lengths, "replays": [*map(_replay, traces.NAMES)]}
 
 
 async def _rows(parent: Path) -> dict[str, Any]:
@@ -173,6 +183,28 @@ def _of_length(tokens: int, rounds: Sequence[tuple[float, float, float]]) -> dic
     }
 
 
+# -- on paper ---------------------------------------------------------------------------------
+
+
+def _replay(name: str) -> dict[str, Any]:
+    trace = traces.load(name)[:REQUESTS]
+    chunks = len({key for request in trace for key in request.keys})
+    engine = Engine(slots=int(chunks * POOL_SHARE / REPLICAS))
+    requests = traces.spread(trace, LOAD * REPLICAS * engine.prefill, pieces=1)
+    without, with_disk = (
+        summary(Simulator(REPLICAS, rivals.EarliestFinish, engine=each).run(requests))
+        for each in (engine, engine._replace(disk=DISK_TOKENS))
+    )
+    return {
+        "trace": name,
+        "requests": len(requests),
+        "slots": engine.slots,
+        "without": without,
+        "disk": with_disk,
+        "mean/without": with_disk["mean_s"] / without["mean_s"],
+    }
+
+
 def markdown(part: Mapping[str, Any]) -> str:
     rows = part["rows"]
     rates = table(
@@ -198,4 +230,18 @@ def markdown(part: Mapping[str, Any]) -> str:
             for row in part["lengths"]
         ),
     )
-    return f"{rates}\n\n{lengths}"
+    replays = table(
+        ("trace", "mean without, s", "mean with a disk, s", "÷", "computed", "with a disk"),
+        (
+            (
+                replay["trace"],
+                f"{replay['without']['mean_s']:.2f}",
+                f"{replay['disk']['mean_s']:.2f}",
+                f"{replay['mean/without']:.2f}",
+                f"{replay['without']['computed']:.0%}",
+                f"{replay['disk']['computed']:.0%}",
+            )
+            for replay in part["replays"]
+        ),
+    )
+    return f"{rates}\n\n{lengths}\n\n{replays}"

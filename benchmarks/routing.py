@@ -82,7 +82,7 @@ def _run(
     name: str, requests: Sequence[Request], replicas: int, load: float, error: float
 ) -> dict[str, Any]:
     policies = {
-        policy: _summary(Simulator(replicas, maker, shares=shares, error=error).run(requests))
+        policy: summary(Simulator(replicas, maker, shares=shares, error=error).run(requests))
         for policy, (maker, shares) in POLICIES.items()
     }
     return {
@@ -107,14 +107,16 @@ def _against_best(policies: Mapping[str, Mapping[str, float]], name: str) -> flo
     )
 
 
-def _summary(result: Result) -> dict[str, float]:
-    tokens = result.local + result.fetched + result.computed
+def summary(result: Result) -> dict[str, float]:
+    """Seconds to the first token, shares of tokens by where they came from, and what it cost."""
+    tokens = result.local + result.fetched + result.read + result.computed
     return {
         "mean_s": mean(result.seconds),
         "median_s": median(result.seconds),
         "p99_s": float(np.percentile(result.seconds, 99)),
         "local": result.local / tokens,
         "fetched": result.fetched / tokens,
+        "read": result.read / tokens,
         "computed": result.computed / tokens,
         "moved_bytes": result.fetched // CHUNK * ENGINE.size.bytes,
         "choice_us": median(result.choices_us),

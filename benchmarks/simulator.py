@@ -1,9 +1,12 @@
 """Replicas on paper: the real router, index, mirror and pools, with a clock of their own.
 
 A replica computes one prompt after another, in order of arrival. When a prompt's turn comes, its
-leading chunks are pinned in the local pool; those that follow are fetched from one peer if that is
-faster than computing them, and the rest is computed. Fetching keeps the replica as busy as
-computing, but not its donor. Nothing decodes.
+leading chunks are pinned in the local pool; those that follow are fetched from one peer, or read
+from a disk, whichever has more, if that is faster than computing them, and the rest is computed.
+Fetching keeps the replica as busy as computing, but not its donor. Nothing decodes.
+
+The disk is one for all replicas, never full, and reads for one replica at a time. As in
+`xinference_xavier.replica.disk`, it has what a replica computed again, or gave to a peer.
 
 With an `error`, each prompt takes by up to that share longer or less than forecast. Bytes do not
 move, and no thread runs.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -23,6 +26,7 @@ from benchmarks.traces import CHUNK, GROUP, Request
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import Member, pack
+from xinference_xavier.replica.disk import REMEMBERED
 from xinference_xavier.routing.choice import Choice, Chunks, Prompt
 from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.router import Router
@@ -47,6 +51,8 @@ class Engine(NamedTuple):
     """Seconds that a request is on its way."""
     slots: int = 4000
     """Chunks in a pool."""
+    disk: float = 0.0
+    """Tokens per second that a disk reads; 0 without one."""
 
     @property
     def size(self) -> Chunks:
@@ -68,6 +74,9 @@ class Engine(NamedTuple):
     def fetch_seconds(self, chunks: int) -> float:
         return self.fetch_s + chunks * CHUNK / self.fetch if chunks else 0.0
 
+    def read_seconds(self, chunks: int) -> float:
+        return chunks * CHUNK / self.disk if chunks else 0.0
+
 
 ENGINE = Engine()
 
@@ -81,6 +90,14 @@ class Policy(Protocol):
 
 
 Maker = Callable[[Router, random.Random], Policy]
+
+
+class _Source(NamedTuple):
+    """Where leading chunks can be had."""
+
+    chunks: int = 0
+    seconds: float = 0.0
+    peers: int = 0  # a set; empty for the disk
 
 
 @dataclass(slots=True)
@@ -103,6 +120,7 @@ class _Replica:
     running: _Job | None = None
     ends: float = 0.0  # when the running one is answered
     sequence: int = 0
+    once: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # chunks used once
 
 
 @dataclass
@@ -113,6 +131,7 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     local: int = 0
     fetched: int = 0
+    read: int = 0
     computed: int = 0
     choices_us: list[float] = field(default_factory=list)
 
@@ -140,6 +159,8 @@ class Simulator:
         self._count = 0
         self._news = False
         self._left = 0
+        self._saved: set[bytes] = set()  # on the disk
+        self._reads_until = 0.0
         self.result = Result()
         self._replicas: dict[str, _Replica] = {}
         for number in range(replicas):
@@ -208,42 +229,55 @@ class Simulator:
         local = 0
         while local < len(keys) and replica.pool.lookup(keys[local]):
             local += 1
-        remote, _ = self._held_by_a_peer(replica, keys[local:])
-        engine = self._engine
-        job.seconds = engine.fetch_seconds(remote)
-        job.seconds += engine.compute_seconds(job.asked, local + remote)
+        source = self._elsewhere(replica, keys[local:])
+        job.seconds = source.seconds
+        job.seconds += self._engine.compute_seconds(job.asked, local + source.chunks)
         replica.waiting.append(job)
         if replica.running is None:
             self._begin(replica)
 
-    def _held_by_a_peer(self, replica: _Replica, keys: Sequence[bytes]) -> tuple[int, int]:
-        """How many leading keys one peer holds, and the set of these peers."""
-        count, peers, others = 0, 0, ~replica.bit
-        if not self._shares:
-            return 0, 0
+    def _elsewhere(self, replica: _Replica, keys: Sequence[bytes]) -> _Source:
+        """Who has most of the leading keys, if that is faster than computing them."""
+        engine = self._engine
+        count, peers, others = 0, 0, ~replica.bit if self._shares else 0
         for key in keys:
             others &= self.mirror.usable_set(key)
             if not others:
                 break
             count, peers = count + 1, others
-        engine = self._engine
-        faster = engine.fetch_seconds(count) < count * CHUNK / engine.prefill
-        return (count, peers) if faster else (0, 0)
+        sources = [_Source(count, engine.fetch_seconds(count), peers)]
+        if engine.disk:
+            count = next((n for n, key in enumerate(keys) if key not in self._saved), len(keys))
+            waits = max(0.0, self._reads_until - self._now)
+            sources.append(_Source(count, waits + engine.read_seconds(count)))
+        return max(
+            (each for each in sources if each.seconds < each.chunks * CHUNK / engine.prefill),
+            key=lambda each: (each.chunks, -each.seconds),
+            default=_Source(),
+        )
 
     def _begin(self, replica: _Replica) -> None:
-        """Compute the next prompt but for what is here and what a peer gives."""
+        """Compute the next prompt but for what is here and what a peer or the disk gives."""
         job = replica.running = replica.waiting.popleft()
         keys = job.asked.keys
         job.rows = replica.pool.pin(keys)
         local = job.local = len(job.rows)
-        remote, peers = self._held_by_a_peer(replica, keys[local:])
-        sent, fetched = self._fetch(replica, job, keys[local : local + remote], peers)
+        source = self._elsewhere(replica, keys[local:])
+        wanted = keys[local : local + source.chunks]
         engine = self._engine
-        missing, moved = engine.missing(job.asked, local + sent), fetched * CHUNK
-        self.result.fetched += moved
+        if source.peers:
+            sent, arrived = self._fetch(replica, job, wanted, source.peers)
+            self.result.fetched += arrived * CHUNK
+            seconds = engine.fetch_seconds(arrived)
+        else:
+            sent, arrived = len(wanted), len(self._reserve(replica, job, wanted))
+            self.result.read += arrived * CHUNK
+            seconds = source.seconds
+            self._reads_until = max(self._reads_until, self._now + seconds)
+        missing = engine.missing(job.asked, local + sent)
         self.result.computed += missing
-        self.result.local += job.asked.tokens - moved - missing
-        seconds = engine.fetch_seconds(fetched) + missing / engine.prefill
+        self.result.local += job.asked.tokens - arrived * CHUNK - missing
+        seconds += missing / engine.prefill
         replica.ends = self._now + job.slower * seconds
         self._at(replica.ends, self._answer, replica, job)
 
@@ -251,11 +285,10 @@ class Simulator:
         self, replica: _Replica, job: _Job, keys: Sequence[bytes], peers: int
     ) -> tuple[int, int]:
         """How many leading keys a peer gave, and how many of them were not here."""
-        if not keys:
-            return 0, 0
         donor = self._replicas[self._source.choice(self.mirror.sets.names(peers))]
         granted = donor.pool.pin_shared(keys)
         donor.pool.unpin(granted)
+        self._saved.update(row.key for row in granted)
         rows = self._reserve(replica, job, keys[: len(granted)])
         for row in rows:
             row.replicated_from = donor.name
@@ -279,6 +312,12 @@ class Simulator:
         self._reserve(replica, job, job.asked.keys)
         replica.pool.unpin(job.rows)
         replica.pool.touch(reversed(job.asked.keys))
+        for key in job.asked.keys:
+            if key in replica.once:
+                self._saved.add(key)
+            replica.once[key] = None
+        while len(replica.once) > REMEMBERED * self._engine.slots:
+            replica.once.popitem(last=False)
         added = pack(row.key for row in job.rows[job.local :])
         replica.sequence += 1
         self._index.publish(replica.name, replica.sequence, added, pack(job.evicted))

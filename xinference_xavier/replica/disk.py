@@ -55,7 +55,8 @@ _CLEAN_UP = 3600.0  # seconds
 _BATCH = 16  # rows that are pinned and written at a time
 READERS = 4
 """Threads that read."""
-_REMEMBERED = 4  # chunks that were used once, for each row of the pool
+REMEMBERED = 4
+"""Chunks that were used once, for each row of the pool."""
 _MAX_WAITING = 1024  # rows to be read
 _SHARE = 10  # the file system is so many times as large as the store, by default
 
@@ -130,7 +131,7 @@ class Disk:
                 again.append(key)
             else:
                 self._once[key] = None
-        while len(self._once) > _REMEMBERED * self._pool.slots:
+        while len(self._once) > REMEMBERED * self._pool.slots:
             self._once.popitem(last=False)
         self.keep(again)
 
