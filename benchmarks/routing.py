@@ -117,6 +117,7 @@ def summary(result: Result) -> dict[str, float]:
         "local": result.local / tokens,
         "fetched": result.fetched / tokens,
         "read": result.read / tokens,
+        "saved": result.saved / tokens,
         "computed": result.computed / tokens,
         "moved_bytes": result.fetched // CHUNK * ENGINE.size.bytes,
         "choice_us": median(result.choices_us),

@@ -6,7 +6,7 @@ from a disk, whichever has more, if that is faster than computing them, and the 
 Fetching keeps the replica as busy as computing, but not its donor. Nothing decodes.
 
 The disk is one for all replicas, never full, and reads for one replica at a time. As in
-`xinference_xavier.replica.disk`, it has what a replica computed again, or gave to a peer.
+`xinference_xavier.replica.disk`, it has what a replica computed again, or gave to a peer; or all.
 
 With an `error`, each prompt takes by up to that share longer or less than forecast. Bytes do not
 move, and no thread runs.
@@ -53,6 +53,7 @@ class Engine(NamedTuple):
     """Chunks in a pool."""
     disk: float = 0.0
     """Tokens per second that a disk reads; 0 without one."""
+    saves_all: bool = False
 
     @property
     def size(self) -> Chunks:
@@ -125,13 +126,14 @@ class _Replica:
 
 @dataclass
 class Result:
-    """Seconds to the first token of each request; tokens by where they came from; microseconds of
-    the router by request."""
+    """Seconds to the first token of each request; tokens by where they came from, and those that
+    are saved on the disk at the end; microseconds of the router by request."""
 
     seconds: list[float] = field(default_factory=list)
     local: int = 0
     fetched: int = 0
     read: int = 0
+    saved: int = 0
     computed: int = 0
     choices_us: list[float] = field(default_factory=list)
 
@@ -180,6 +182,7 @@ class Simulator:
             self._arrive(f"{number}", request)
         while self._left:
             self._next()
+        self.result.saved = len(self._saved) * CHUNK if self._engine.disk else 0
         return self.result
 
     def _at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -313,7 +316,7 @@ class Simulator:
         replica.pool.unpin(job.rows)
         replica.pool.touch(reversed(job.asked.keys))
         for key in job.asked.keys:
-            if key in replica.once:
+            if self._engine.saves_all or key in replica.once:
                 self._saved.add(key)
             replica.once[key] = None
         while len(replica.once) > REMEMBERED * self._engine.slots:

@@ -34,6 +34,7 @@ from xinference_xavier.options import (
     Backend,
     Role,
     Routing,
+    Saved,
     parse_backend,
     parse_bool,
 )
@@ -72,9 +73,10 @@ class XavierConfig:
     ``chunk_tokens`` None stands for 128, rounded up to the model's block size. Only the engine
     knows both. With ``min_fetch_tokens`` None the engine measures whether a run of
     ``least_fetch_tokens`` or more is worth a fetch. ``disk`` is a folder of the replica's host:
-    rows take at most ``disk_bytes`` there, with None a tenth of its file system. ``roles`` are
-    those of the launch's replicas, ``role`` is this one's. ``replica`` is the replica's name
-    without xinference. ``from_environment`` are the fields whose values are the cluster's defaults.
+    rows take at most ``disk_bytes`` there, with None a tenth of its file system; ``disk_save`` says
+    which. ``roles`` are those of the launch's replicas, ``role`` is this one's. ``replica`` is the
+    replica's name without xinference. ``from_environment`` are the fields whose values are the
+    cluster's defaults.
     """
 
     model_uid: str
@@ -95,6 +97,7 @@ class XavierConfig:
     drain: Annotated[float, pydantic.Field(ge=0, le=MAX_DRAIN)] = DEFAULT_DRAIN
     disk: str | None = None
     disk_bytes: int | None = None
+    disk_save: Saved = "reused"
     untested_vllm: bool = False
     from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None

@@ -22,6 +22,8 @@ Routing = Literal["auto", "backlog", "off"]
 """Requests go to the replica that answers first, to that with the smallest backlog, or in turn."""
 Backend = Literal["extension", "builtin"]
 """This extension's Xavier, or the one built into xinference."""
+Saved = Literal["reused", "all"]
+"""Which chunks are saved on a disk: those that were used twice, or all."""
 Role = Literal["any", "prefill", "decode"]
 """A replica that prefills for others, one that answers and leaves long prefills to those, or one
 that does both for itself."""
@@ -264,6 +266,7 @@ EXPERT = {
         "name a folder on a local disk of each worker, such as /var/cache/xavier",
     ),
     "xavier_disk_bytes": _SIZE_OPTION,
+    "xavier_disk_save": _choice(Saved),
     "xavier_audit": _SWITCH,
     "xavier_hooks": Option(
         Annotated[str, BeforeValidator(_function)], "name one as module:function"

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from xinference_xavier.cli.trial import Answer, conclude
+from xinference_xavier.cli import trial
+from xinference_xavier.cli.trial import Answer, CannotTryError, Trial, conclude
+
+
+class Client:
+    """Knows two replicas, and their routing from the third question on, or never."""
+
+    def __init__(self, *, knows_routing: bool) -> None:
+        self._knows_routing = knows_routing
+        self._asked = 0
+
+    def status(self, model: str) -> Any:
+        self._asked += 1
+        mode = "auto" if self._knows_routing and self._asked > 2 else ""
+        able = [SimpleNamespace(replica=name, not_sharing=None) for name in ("m-0", "m-1")]
+        return SimpleNamespace(replicas=able, routing=SimpleNamespace(mode=mode))
 
 
 class StandIn:
@@ -75,3 +93,16 @@ def test_without_a_remote_hit_the_counters_say_why() -> None:
 def test_other_tokens_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     conclude(StandIn(Answer("other", 0.5, 3000, "remote")), 3)
     assert "answers are not equal" in capsys.readouterr().out
+
+
+def test_replicas_that_were_just_launched_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_POLL", 0)
+    client: Any = Client(knows_routing=True)
+    assert Trial(client, "m").before.routing.mode == "auto"
+
+
+def test_replicas_that_never_report_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_PATIENCE", 0)
+    client: Any = Client(knows_routing=False)
+    with pytest.raises(CannotTryError, match="no replica has reported its load"):
+        Trial(client, "m")

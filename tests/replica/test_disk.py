@@ -38,10 +38,11 @@ OTHER: Sketch = {"layer": ("float32", [2.0, -1.0])}
 class Life:
     """A replica from a start to its end: its pool, and the disk below `parent`."""
 
-    def __init__(self, parent: Path, slots: float = 64) -> None:
+    def __init__(self, parent: Path, slots: float = 64, *, saves_all: bool = False) -> None:
         self.region = Region.create(ROWS, ROW_BYTES)
         self.pool = Pool(ROWS)
-        self.disk = Disk(parent, int(slots * ROW_BYTES), "model", self.region, self.pool)
+        limit = int(slots * ROW_BYTES)
+        self.disk = Disk(parent, limit, "model", self.region, self.pool, saves_all=saves_all)
         self.namespace = SharedNamespace("namespace", self._move)
         self.disk.move(self.namespace.lasting)
         self.mirror = Mirror("own")
@@ -133,6 +134,14 @@ async def test_what_was_used_once_is_not_saved(tmp_path: Path) -> None:
         replica.disk.used([once])
         await replica.save([twice])
         assert once not in replica.disk.index
+
+
+async def test_all_that_is_used_can_be_saved(tmp_path: Path) -> None:
+    keys = fresh_keys(3)
+    async with life(tmp_path, saves_all=True) as replica:
+        replica.compute(keys)
+        replica.disk.used(keys)
+        await replica.until(lambda: set(keys) <= replica.disk.index.keys())
 
 
 async def test_a_named_prefix_is_saved_at_once(tmp_path: Path) -> None:

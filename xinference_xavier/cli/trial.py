@@ -54,7 +54,7 @@ def words(count: int) -> str:
 
 class Trial:
     """Raises CannotTryError if fewer than two replicas of the model can share, or if its routing,
-    which is put back at the end, is not known."""
+    which is put back at the end, does not become known."""
 
     def __init__(self, client: XavierClient, model: str) -> None:
         self._client = client
@@ -68,9 +68,9 @@ class Trial:
                 f"a trial needs two replicas that can share, and {model} has {len(able)}"
                 f"{reasons and f' ({reasons})'}; launch more, or see `xinference-xavier doctor`"
             )
-
-        if not self.before.routing.mode:
-            raise CannotTryError("no replica has reported its load yet; try again in some seconds")
+        # Just launched, they have not reported their load yet.
+        self._await(lambda: self._status().routing.mode, "no replica has reported its load")
+        self.before = self._status()
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -125,11 +125,13 @@ class Trial:
     def _status(self) -> ModelStatus:
         return self._client.status(self._model)
 
-    def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
+    def _await(self, condition: Callable[[], object], otherwise: str) -> None:
         deadline = time.monotonic() + _PATIENCE
         while not condition():
             if time.monotonic() > deadline:
-                raise CannotTryError(f"{otherwise}, {_PATIENCE:.0f} s after its answer")
+                raise CannotTryError(
+                    f"{otherwise} within {_PATIENCE:.0f} s; see `xinference-xavier doctor`"
+                )
             time.sleep(_POLL)
 
 

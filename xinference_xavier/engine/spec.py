@@ -197,8 +197,14 @@ class XavierSpec(OffloadingSpec):
             mirror = Mirror(self.config.engine_id)
             disk = None
             if self._xavier.disk is not None and shares:
-                limit = self._xavier.disk_bytes
-                disk = Disk(Path(self._xavier.disk), limit, self._xavier.model_uid, region, pool)
+                disk = Disk(
+                    Path(self._xavier.disk),
+                    self._xavier.disk_bytes,
+                    self._xavier.model_uid,
+                    region,
+                    pool,
+                    saves_all=self._xavier.disk_save == "all",
+                )
             tier = PeerTier(pool, mirror) if disk is None else DiskTier(pool, mirror, disk)
             sketcher = Sketcher(
                 region,

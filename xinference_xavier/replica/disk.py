@@ -1,8 +1,8 @@
 """The host's disk beside the peers: what this replica saves there, and what it reads from there.
 
-A chunk is saved, in the background, once two requests or a peer had it, or while a named prefix has
-it; only what this engine has computed itself. It is read like a peer's: `Fetcher` runs the
-transaction, and the cost model knows the disk as one more source.
+A chunk is saved, in the background, once two requests or a peer had it (or one, if all are saved),
+or while a named prefix has it; only what this engine has computed itself. It is read like a peer's:
+`Fetcher` runs the transaction, and the cost model knows the disk as one more source.
 
 | state     | what is done                   | left for                                          |
 |-----------|--------------------------------|---------------------------------------------------|
@@ -75,7 +75,14 @@ class Disk:
     tenth of the file system."""
 
     def __init__(
-        self, parent: Path, max_bytes: int | None, model_uid: str, region: Region, pool: Pool
+        self,
+        parent: Path,
+        max_bytes: int | None,
+        model_uid: str,
+        region: Region,
+        pool: Pool,
+        *,
+        saves_all: bool = False,
     ) -> None:
         self.index: Mapping[bytes, Place] = {}  # of what can be read
         self.state = DiskState.CLOSED
@@ -85,6 +92,7 @@ class Disk:
         self._model_uid = model_uid
         self._region = region
         self._pool = pool
+        self._saves_all = saves_all
         self._namespace: str | None = None
         self._store: Store | None = None
         self._sketches: dict[str, Sketch] = {}  # by canary
@@ -127,7 +135,7 @@ class Disk:
         for key in keys:
             if key in self.index:
                 self._touched.add(key)
-            elif key in self._once:
+            elif self._saves_all or key in self._once:
                 again.append(key)
             else:
                 self._once[key] = None
