@@ -121,6 +121,12 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("write ÷ direct", 0.7, lambda part: {"": part["rows"]["write/direct"]["median"]}, True),
         Bar("read ÷ direct", 0.7, lambda part: {"": part["rows"]["read/direct"]["median"]}, True),
         Bar(
+            "throughput while all is saved ÷ while nothing is",
+            0.98,
+            lambda part: {"": part["writing"]["compared"]["requests_per_s"]["ratio"]},
+            at_least=True,
+        ),
+        Bar(
             "replay: seconds saved ÷ those that pools which hold everything save",
             0.65,
             lambda part: {each["trace"]: each["gain"] for each in part["replays"]},

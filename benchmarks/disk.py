@@ -2,8 +2,9 @@
 
 Rows are saved and read as a replica does, with the index, checksums and threads. In turns, as many
 bytes are written and read by as many threads that do nothing else. Then an engine computes a
-prompt, saves it, forgets it, and finds it on the disk. Traces of real services are replayed on
-simulated replicas whose pools are too small, with a disk and without one.
+prompt, saves it, forgets it, and finds it on the disk. It serves loads that share nothing, in turns
+saving all that it computes and nothing. Traces of real services are replayed on simulated replicas
+whose pools are too small, with a disk and without one.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rivals, traces
+from benchmarks import no_hits, pairs, rivals, traces
 from benchmarks.figures import figure, ratio, shown, table
 from benchmarks.report import ROOT
 from benchmarks.routing import summary
 from benchmarks.simulator import Engine, Simulator
 from examples.processes import until
-from tests.harness.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts, whole_chunks
+from tests.harness.engines import (
+    ALWAYS_FETCH,
+    CHUNK,
+    SETTLE,
+    Fleet,
+    Kind,
+    Prompts,
+    whole_chunks,
+)
 from tests.harness.replicas import fresh_keys
 from xinference_xavier.disk import Store
 from xinference_xavier.pool.pool import Pool
@@ -39,7 +49,9 @@ POOL_SHARE = 0.1
 DISK_TOKENS = 60_000
 """Per second, for all simulated replicas together: 8 GB/s, as of two fast drives."""
 REQUESTS = 24_000
-QUICK = {"ROWS": 16, "TOKENS": (1000,), "REQUESTS": 1000}
+SECONDS = 120.0
+"""Seconds for all pairs of loads."""
+QUICK = {"ROWS": 16, "TOKENS": (1000,), "REQUESTS": 1000, "SECONDS": 0.0}
 _PATIENCE = 300.0
 _OWN = "own"
 
@@ -48,8 +60,9 @@ def measure() -> dict[str, Any]:
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         rows = asyncio.run(_rows(Path(folder, "rows")))
-        lengths = _engine(Path(folder, "engine"))
-    return {"rows": rows, "lengths": lengths, "replays": [*map(_replay, traces.NAMES)]}
+        lengths, writing = _engine(Path(folder, "engine"))
+    replays = [*map(_replay, traces.NAMES)]
+    return {"rows": rows, "lengths": lengths, "writing": writing, "replays": replays}
 
 
 async def _rows(parent: Path) -> dict[str, Any]:
@@ -138,8 +151,11 @@ async def _until(condition: Callable[[], bool]) -> None:
 # -- an engine --------------------------------------------------------------------------------
 
 
-def _engine(folder: Path) -> list[dict[str, Any]]:
-    kind = Kind(options={"disk": str(folder), **ALWAYS_FETCH})
+def _engine(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    kind = Kind(
+        arguments={"worker_extension_cls": "benchmarks.steps.StepTimes"},
+        options={"disk": str(folder), **ALWAYS_FETCH},
+    )
     prompts = Prompts()
     found: dict[int, list[tuple[float, float, float]]] = {tokens: [] for tokens in TOKENS}
     with Fleet({_OWN: kind}) as fleet:
@@ -147,7 +163,28 @@ def _engine(folder: Path) -> list[dict[str, Any]]:
         for _ in range(ROUNDS):
             for tokens in TOKENS:
                 found[tokens].append(_round(fleet, prompts.fresh(tokens)))
-    return [_of_length(tokens, rounds) for tokens, rounds in found.items()]
+        loads = pairs.until_known(
+            pairs.in_turns(lambda saves: _load(fleet, prompts, saves)),
+            until=time.monotonic() + SECONDS,
+            watched={"requests_per_s": no_hits.WIDTH},
+        )
+    lengths = [_of_length(tokens, rounds) for tokens, rounds in found.items()]
+    return lengths, {"pairs": len(loads), "compared": pairs.summary(loads)}
+
+
+def _load(fleet: Fleet, prompts: Prompts, saves: bool) -> pairs.Run:
+    """Fresh prompts, of which all chunks are saved meanwhile, or none."""
+    engine, saved = fleet[_OWN], _saved(fleet)
+    engine.call("collective_rpc", "benchmark_saving", args=(saves,))
+    given = [prompts.fresh(no_hits.PROMPT_TOKENS) for _ in range(no_hits.REQUESTS)]
+    answers = [*islice(cycle(no_hits.ANSWER_TOKENS), len(given))]
+    before = engine.cpu_seconds()
+    load = engine.call("serve", given, answers, no_hits.AT_ONCE)
+    chunks = len(given) * whole_chunks(no_hits.PROMPT_TOKENS)
+    if saves and not until(lambda: _saved(fleet) >= saved + chunks, _PATIENCE):
+        raise TimeoutError("not all was saved")
+    time.sleep(SETTLE)
+    return no_hits.of_load(load, engine.cpu_seconds() - before)
 
 
 def _round(fleet: Fleet, prompt: list[int]) -> tuple[float, float, float]:
@@ -255,4 +292,12 @@ def markdown(part: Mapping[str, Any]) -> str:
             for case, run in replay["runs"].items()
         ),
     )
-    return f"{rates}\n\n{lengths}\n\n{replays}"
+    writing = part["writing"]
+    loads = table(
+        (f"{writing['pairs']} pairs of loads", "saving all", "nothing", "ratio"),
+        (
+            (title, *pairs.cells(writing["compared"][name], scale, digits))
+            for name, (title, scale, digits) in no_hits.LINES.items()
+        ),
+    )
+    return f"{rates}\n\n{lengths}\n\n{loads}\n\n{replays}"

@@ -126,7 +126,7 @@ def of_steps(loads: Sequence[Sequence[Step]]) -> dict[str, Any]:
     }
 
 
-_LINES = {
+LINES = {
     "requests_per_s": ("requests per second", 1.0, 2),
     "first_p50_s": ("time to first token, median, ms", 1e3, 1),
     "first_p99_s": ("time to first token, p99, ms", 1e3, 1),
@@ -134,6 +134,7 @@ _LINES = {
     "gap_p99_s": ("time between tokens, p99, ms", 1e3, 2),
     "cpu_s": ("CPU ms per 1,000 prompt tokens, all processes", 1e3, 1),
 }
+"""Title, scale and digits of each figure of a load."""
 
 
 def markdown(part: dict[str, Any]) -> str:
@@ -142,7 +143,7 @@ def markdown(part: dict[str, Any]) -> str:
         (f"{part['pairs']} pairs of loads", "with Xavier", "without", "ratio"),
         (
             (title, *pairs.cells(part["compared"][name], scale, digits))
-            for name, (title, scale, digits) in _LINES.items()
+            for name, (title, scale, digits) in LINES.items()
         ),
     )
     steps = part["steps"]

@@ -38,6 +38,11 @@ class StepTimes:
         """Call it while the engine has no requests."""
         _recorder().turn(Connector(state))
 
+    def benchmark_saving(self, everything: bool) -> None:
+        """Whether all that is computed is saved on the disk, or only what is used again."""
+        connector = _engine_core(sys._getframe()).scheduler.connector
+        connector._manager._tier.disk._saves_all = everything
+
     def benchmark_steps(self) -> list[Step]:
         """The steps since the last call."""
         steps = _recorder().steps

@@ -157,7 +157,7 @@ NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
             "validate_api_key(key)",
             "db",
         ),
-        "xinference.api.oauth2.advanced.auth_store:AuthStore": ("get_user_by_id(user_id)",),
+        "xinference.api.oauth2.advanced.database:Database": ("get_user_by_id(user_id)",),
         "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
             "has_model_access(model_uid, model_type)",
             "model_permissions",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from importlib import metadata
 from typing import Any, ClassVar
 
 import httpx
 import pytest
 import xoscar as xo
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from packaging.version import Version
 from PIL import UnidentifiedImageError
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES
@@ -21,6 +23,9 @@ from xinference_xavier.serving import routing
 Start = Callable[..., Awaitable[TextApi]]
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 ROUTES = pytest.mark.parametrize("path", TEXT_ROUTES)
+BEFORE_4_1 = Version(metadata.version("xinference")) < Version("4.1")
+EARLY = {"/v1/messages"} if BEFORE_4_1 else set[str]()
+"""Routes whose streams begin before the model's first word."""
 
 
 @STREAMS
@@ -58,7 +63,8 @@ def assert_in_turn(answer: httpx.Response) -> None:
 
 
 async def test_other_routes_and_models_go_in_turn(text_api: TextApi) -> None:
-    assert_in_turn(await text_api.ask("/v1/messages/count_tokens"))
+    counted = await text_api.ask("/v1/messages/count_tokens")  # from xinference 4.1 on
+    assert "x-xavier-replica" not in counted.headers
     assert_in_turn(await text_api.ask(COMPLETIONS, model="another"))
 
 
@@ -140,7 +146,11 @@ async def test_a_request_that_may_not_wait_is_a_429_with_retry_after_if_its_repl
     assert route is not None
     (its,) = api.models.keys() - {route.replica}
     await happens(api, its)
-    assert_refused(await api.ask(path, stream=stream))
+    answer = await api.ask(path, stream=stream)
+    if happens is breaks_before_the_first_word_of_a_stream and path in EARLY:
+        assert "limit" in answer.text
+    else:
+        assert_refused(answer)
 
 
 @ROUTES
@@ -172,7 +182,8 @@ async def test_what_the_model_raises_is_the_error_of_the_request(
 async def test_while_a_supervisor_is_relaunched_requests_are_routed(
     text_api: TextApi, stream: bool
 ) -> None:
-    """Only what xinference's gateway calls reads reaches the supervisor then."""
+    """Only what xinference's gateway calls reads reaches the supervisor then. xinference 4.0
+    relaunches none."""
     async with relaunching(text_api):
         for path in TEXT_ROUTES:
             answer = await text_api.ask(path, stream=stream)
@@ -181,6 +192,9 @@ async def test_while_a_supervisor_is_relaunched_requests_are_routed(
 
 @asynccontextmanager
 async def relaunching(api: TextApi) -> AsyncIterator[None]:
+    if BEFORE_4_1:
+        yield
+        return
     from xinference.core.supervisor_upgrade import SupervisorGateway
 
     pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
@@ -257,7 +271,7 @@ async def test_streams_leave_their_places_where_they_were_admitted(text_api: Tex
         await text_api.models[other].prepare()
         text_api.cluster.tell(gone=[first])
         answer = await asking
-        assert answer.headers["x-xavier-replica"] == other
+        assert path in EARLY or answer.headers["x-xavier-replica"] == other
         assert other in answer.text
         await left(text_api)
         text_api.cluster.tell(text_api.cluster.load(first))
