@@ -31,7 +31,7 @@ def test_bad_input_is_refused_before_anything_exists(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"xavier_cache_bytes": 0}, "xavier_cache_bytes requires MLX Xavier or SGLang/TRT-LLM"),
+        ({"xavier_cache_bytes": 0}, "xavier_cache_bytes requires MLX Xavier or SGLang"),
         ({"xavier_gpu_cache_bytes": -1}, "must be a non-negative integer"),
         (
             {"model_engine": "MLX", "vllm_transfer_backend_type": "nixl"},
