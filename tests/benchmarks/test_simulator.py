@@ -66,6 +66,25 @@ def test_a_full_pool_forgets_the_oldest_prompt() -> None:
     assert run(1, InTurn, *again, engine=small).local == 10 * CHUNK
 
 
+@pytest.mark.parametrize(("saves_all", "read"), [(False, 10), (True, 40)])
+def test_a_disk_has_what_was_computed_twice_or_all(saves_all: bool, read: int) -> None:
+    disk = Engine(slots=20, disk=50_000, saves_all=saves_all)
+    asked = [request(5.0 * number, name) for number, name in enumerate("abcabca")]
+    result = run(1, InTurn, *asked, engine=disk)
+    assert result.seconds[-1] == pytest.approx(TRANSIT + 10 * CHUNK / 50_000 + 1 / ENGINE.prefill)
+    assert (result.saved, result.read) == (30 * CHUNK, read * CHUNK)
+
+
+def test_a_disk_serves_one_replica_at_a_time() -> None:
+    disk = Engine(slots=20, disk=50_000, saves_all=True, fetch=1_000)
+    asked = [request(5.0 * number, name) for number, name in enumerate("aabbcc")]
+    at_once = run(2, InTurn, *asked, request(40.0, "a"), request(40.0, "a"), engine=disk)
+    reading = 10 * CHUNK / 50_000
+    assert at_once.seconds[-2:] == pytest.approx(
+        [TRANSIT + reading + 1 / ENGINE.prefill, TRANSIT + 2 * reading + 1 / ENGINE.prefill]
+    )
+
+
 def test_the_same_requests_give_the_same_result() -> None:
     asked = [request(0.3 * number, f"{number % 7}") for number in range(50)]
     first, second = (run(3, EarliestFinish, *asked) for _ in range(2))
