@@ -81,6 +81,10 @@ def _compared(name: str) -> Callable[[Part], Values]:
     return lambda part: {"": part["compared"][name]["ratio"]}
 
 
+def _disk(name: str) -> Callable[[Part], Values]:
+    return lambda part: {"": part["rows"][name]["median"]}
+
+
 def _steps_per_s(part: Part) -> Values:
     return {"": part["steps"]["per_s"]["ratio"]}
 
@@ -118,8 +122,8 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("at once: last answer ÷ alone", 1.2, _at_once("slowest/alone")),
     ),
     "disk": (
-        Bar("write ÷ direct", 0.7, lambda part: {"": part["rows"]["write/direct"]["median"]}, True),
-        Bar("read ÷ direct", 0.7, lambda part: {"": part["rows"]["read/direct"]["median"]}, True),
+        Bar("write ÷ direct", 0.7, _disk("write/directly"), at_least=True),
+        Bar("read ÷ direct", 0.7, _disk("read/directly"), at_least=True),
         Bar(
             "throughput while all is saved ÷ while nothing is",
             0.98,

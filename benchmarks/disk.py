@@ -1,10 +1,12 @@
 """Part `disk`: rows on a local disk, compared with direct calls, and with computing.
 
 Rows are saved and read as a replica does, with the index, checksums and threads. In turns, as many
-bytes are written and read by as many threads that do nothing else. Then an engine computes a
-prompt, saves it, forgets it, and finds it on the disk. It serves loads that share nothing, in turns
-saving all that it computes and nothing. Traces of real services are replayed on simulated replicas
-whose pools are too small, with a disk and without one.
+bytes are written and read by as many threads that do nothing else, and by the functions of vLLM's
+own file tier, which makes a file for each row, without a checksum.
+
+An engine computes a prompt, saves it, forgets it, and finds it on the disk. It serves loads that
+share nothing, in turns saving all that it computes and nothing. Traces of real services are
+replayed on simulated replicas whose pools are too small, with a disk and without one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+from vllm.v1.kv_offload.tiering.fs import io as fs
 
 from benchmarks import no_hits, pairs, rivals, traces
 from benchmarks.figures import figure, ratio, shown, table
@@ -73,22 +77,26 @@ async def _rows(parent: Path) -> dict[str, Any]:
     disk.move("namespace")
     running = asyncio.ensure_future(disk.run())
     disk.probed(b"canary", {})
-    direct = _Direct(parent / "direct", region)
-    rates: dict[str, list[float]] = {name: [] for name in ("write", "read", "writing", "reading")}
+    direct, files = _Direct(parent / "direct", region), _Files(parent / "files", region)
+    rates: dict[str, list[float]] = {
+        f"{what}{how}": [] for what in ("write", "read") for how in ("", " directly", " files")
+    }
     try:
         await _until(lambda: disk.state is DiskState.OPEN)
         for _ in range(ROUNDS + 1):
             keys = fresh_keys(ROWS)
             for row in pool.reserve(keys).rows:
                 pool.commit(row, region.checksum(row.slot, row.key))
-            rates["writing"].append(_rate(direct.write))
+            rates["write directly"].append(_rate(direct.write))
+            rates["write files"].append(_rate(files.write))
             began = time.perf_counter()
             disk.keep(keys)
             await _until(lambda keys=keys: keys[-1] in disk.index)  # type: ignore[misc]
             rates["write"].append(_per_second(began))
             await _until(lambda: not pool.counts().pinned)
             pool.reset()
-            rates["reading"].append(_rate(direct.read))
+            rates["read directly"].append(_rate(direct.read))
+            rates["read files"].append(_rate(files.read))
             rows = pool.reserve(keys).rows
             began = time.perf_counter()
             _, reading = disk.read(rows)
@@ -104,9 +112,12 @@ async def _rows(parent: Path) -> dict[str, Any]:
     return {
         "row_bytes": ROW_BYTES,
         "rows": ROWS,
-        **{f"{name}_gb_s": figure(found) for name, found in measured.items()},
-        "write/direct": ratio(measured["write"], measured["writing"]),
-        "read/direct": ratio(measured["read"], measured["reading"]),
+        "gb_s": {name: figure(found) for name, found in measured.items()},
+        **{
+            f"{what}/{how}": ratio(measured[what], measured[f"{what} {how}"])
+            for what in ("write", "read")
+            for how in ("directly", "files")
+        },
     }
 
 
@@ -129,6 +140,37 @@ class _Direct:
             ]
         if not all(each.result() for each in reading):
             raise RuntimeError("the file is too short")
+
+
+class _Files:
+    """The same bytes by vLLM's file tier, in as many threads, from new files each time."""
+
+    def __init__(self, folder: Path, region: Region) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._view = region.array.reshape(-1).data
+        self._paths: list[str] = []
+
+    def write(self) -> None:
+        for path in self._paths:
+            Path(path).unlink()
+        self._paths = [str(self._folder / f"{key.hex()}.bin") for key in fresh_keys(ROWS)]
+        self._in_parts(fs.batch_store_block)
+
+    def read(self) -> None:
+        self._in_parts(fs.batch_load_block)
+
+    def _in_parts(self, call: Callable[..., None]) -> None:
+        offsets = [slot * ROW_BYTES for slot in range(ROWS)]
+        with ThreadPoolExecutor(READERS) as threads:
+            calls = [
+                threads.submit(
+                    call, self._paths[part::READERS], self._view, offsets[part::READERS], ROW_BYTES
+                )
+                for part in range(READERS)
+            ]
+        for each in calls:
+            each.result()
 
 
 def _rate(work: Callable[[], None]) -> float:
@@ -256,15 +298,18 @@ def _saved_s(runs: Mapping[str, Mapping[str, float]], case: str) -> float:
 def markdown(part: Mapping[str, Any]) -> str:
     rows = part["rows"]
     rates = table(
-        ("", "GB/s", "direct, GB/s", "÷ direct"),
+        ("", "GB/s", "directly", "÷ directly", "vLLM's file tier", "÷ vLLM's"),
         (
             (
-                name,
-                shown(rows[f"{name}_gb_s"]),
-                shown(rows[f"{direct}_gb_s"]),
-                shown(rows[f"{name}/direct"]),
+                what,
+                shown(rows["gb_s"][what]),
+                *(
+                    shown(figures)
+                    for how in ("directly", "files")
+                    for figures in (rows["gb_s"][f"{what} {how}"], rows[f"{what}/{how}"])
+                ),
             )
-            for name, direct in (("write", "writing"), ("read", "reading"))
+            for what in ("write", "read")
         ),
     )
     lengths = table(
