@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.serving.ui.launch_dialog import LaunchDialog
 
 pytestmark = pytest.mark.long
 
+UV = Path(sys.executable).with_name("uv")
 MODEL = "small"
 ON_A_CPU = {"block_size": "128", "tensor_parallel_size": "1"}
 """What `docs/start.md` adds to a launch."""
@@ -45,17 +47,22 @@ def lap(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
     """What `make dist` builds."""
-    uv = Path(sys.executable).with_name("uv")
     here = ("--no-build-isolation", "--python", sys.executable)
-    run(uv, "build", "--quiet", "--wheel", *here, "--out-dir", tmp_path / "dist", ROOT)
+    run(UV, "build", "--quiet", "--wheel", *here, "--out-dir", tmp_path / "dist", ROOT)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     return wheel
 
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """The interpreter of an environment that has xinference and vLLM, but not the extension."""
-    return link(tmp_path / "environment")
+    """The interpreter of an environment that has xinference and vLLM, but not the extension.
+
+    xinference is no link: a model's own environment has what lies beside it.
+    """
+    python = link(tmp_path / "environment", {"xinference"})
+    version = metadata.version("xinference")
+    run(UV, "pip", "install", "--quiet", "-p", python, "--no-deps", f"xinference=={version}")
+    return python
 
 
 @pytest.fixture
