@@ -45,6 +45,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
 
 ROWS, ROW_BYTES = 128, 2 << 20
+SLOTS = 4 * ROWS
 TOKENS = (1000, 8000)
 ROUNDS = 5
 REPLICAS, LOAD = 4, 0.8
@@ -55,7 +56,7 @@ DISK_TOKENS = 60_000
 REQUESTS = 24_000
 SECONDS = 120.0
 """Seconds for all pairs of loads."""
-QUICK = {"ROWS": 16, "TOKENS": (1000,), "REQUESTS": 1000, "SECONDS": 0.0}
+QUICK = {"ROWS": 16, "SLOTS": 64, "TOKENS": (1000,), "REQUESTS": 1000, "SECONDS": 0.0}
 _PATIENCE = 300.0
 _OWN = "own"
 
@@ -73,7 +74,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
     region = Region.create(ROWS, ROW_BYTES)
     region.array[:] = 7
     pool = Pool(ROWS)
-    disk = Disk(parent, 4 * ROWS * ROW_BYTES, "model", region, pool)
+    disk = Disk(parent, SLOTS * ROW_BYTES, "model", region, pool)
     disk.move("namespace")
     running = asyncio.ensure_future(disk.run())
     disk.probed(b"canary", {})
@@ -122,20 +123,23 @@ async def _rows(parent: Path) -> dict[str, Any]:
 
 
 class _Direct:
-    """The same bytes by the same system calls, one thread for writing and as many for reading."""
+    """The same bytes by the same system calls, one thread for writing and as many for reading. Its
+    file grows as the store's does."""
 
     def __init__(self, folder: Path, region: Region) -> None:
-        self._store = Store(folder, ROW_BYTES, ROWS * ROW_BYTES)
+        self._store = Store(folder, ROW_BYTES, SLOTS * ROW_BYTES)
         self._region = region
+        self._first = -ROWS
 
     def write(self) -> None:
+        self._first = (self._first + ROWS) % SLOTS
         for slot in range(ROWS):
-            self._store.write(slot, self._region.row(slot).data)
+            self._store.write(self._first + slot, self._region.row(slot).data)
 
     def read(self) -> None:
         with ThreadPoolExecutor(READERS) as threads:
             reading = [
-                threads.submit(self._store.read, slot, self._region.row(slot).data)
+                threads.submit(self._store.read, self._first + slot, self._region.row(slot).data)
                 for slot in range(ROWS)
             ]
         if not all(each.result() for each in reading):
