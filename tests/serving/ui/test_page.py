@@ -218,8 +218,7 @@ def test_plots_of_the_last_hour_by_mouse_and_by_keyboard(page: Any, stage: Stage
     plot = browser.find("#plot-tokens")
     drawn = plot.find_elements(By.CSS_SELECTOR, "path[fill]")
     assert [path.get_attribute("fill") for path in drawn] == [
-        "var(--computed)", "var(--remote)", "var(--disk)", "var(--local_pool)",
-        "var(--prefix_cache)",
+        "var(--computed)", "var(--remote)", "var(--local_pool)", "var(--prefix_cache)",
     ]  # fmt: skip
     for name in ("bytes", "fetches"):
         assert browser.has(f"#plot-{name}")
@@ -257,14 +256,14 @@ def test_how_long_people_wait_by_what_was_cached(page: Any, stage: Stage) -> Non
 
     browser.run("arguments[0].focus()", plot)
     # Within a bucket, as many people wait for each time.
-    read_out(Keys.HOME, "Prefix cache –, Local pool –, Disk –, Remote 150 ms, Computed 3.5 s.")
-    read_out(Keys.ARROW_RIGHT, "Prefix cache –, Local pool –, Disk –, Remote 150 ms, Computed –.")
+    read_out(Keys.HOME, "Prefix cache –, Local pool –, Remote 150 ms, Computed 3.5 s.")
+    read_out(Keys.ARROW_RIGHT, "Prefix cache –, Local pool –, Remote 150 ms, Computed –.")
     drawn = {
         line.get_attribute("stroke"): re.sub(r"[\d. ]+", "", str(line.get_attribute("d")))
         for line in plot.find_elements(By.CSS_SELECTOR, "path.line")
     }
     assert drawn == {
-        "var(--prefix_cache)": "", "var(--local_pool)": "", "var(--disk)": "",
+        "var(--prefix_cache)": "", "var(--local_pool)": "",
         "var(--remote)": "MhL", "var(--computed)": "Mh",
     }  # fmt: skip
     dot = browser.run("return document.querySelector('.line[stroke*=computed]').getBBox().y")
