@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
 
 ROWS, ROW_BYTES = 128, 2 << 20
-SLOTS = 4 * ROWS
+ROUNDS_IN_FILE = 4
+"""Rounds that the file of rows holds; later ones overwrite the oldest."""
 TOKENS = (1000, 8000)
 ROUNDS = 5
 REPLICAS, LOAD = 4, 0.8
@@ -53,10 +53,11 @@ POOL_SHARE = 0.1
 """All simulated pools together, relative to the chunks that a trace asks for."""
 DISK_TOKENS = 60_000
 """Per second, for all simulated replicas together: 8 GB/s, as of two fast drives."""
-REQUESTS = 24_000
+REQUESTS: int | None = None
+"""Requests of each trace that are replayed; None stands for all."""
 SECONDS = 120.0
 """Seconds for all pairs of loads."""
-QUICK = {"ROWS": 16, "SLOTS": 64, "TOKENS": (1000,), "REQUESTS": 1000, "SECONDS": 0.0}
+QUICK = {"ROWS": 16, "TOKENS": (1000,), "REQUESTS": 1000, "SECONDS": 0.0}
 _PATIENCE = 300.0
 _OWN = "own"
 
@@ -74,7 +75,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
     region = Region.create(ROWS, ROW_BYTES)
     region.array[:] = 7
     pool = Pool(ROWS)
-    disk = Disk(parent, SLOTS * ROW_BYTES, "model", region, pool)
+    disk = Disk(parent, ROUNDS_IN_FILE * ROWS * ROW_BYTES, "model", region, pool)
     disk.move("namespace")
     running = asyncio.ensure_future(disk.run())
     disk.probed(b"canary", {})
@@ -109,7 +110,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
     finally:
         running.cancel()
         disk.close()
-    measured = {name: found[1:] for name, found in rates.items()}  # the first one makes the files
+    measured = {name: found[1:] for name, found in rates.items()}  # the first one warms up
     return {
         "row_bytes": ROW_BYTES,
         "rows": ROWS,
@@ -127,12 +128,12 @@ class _Direct:
     file grows as the store's does."""
 
     def __init__(self, folder: Path, region: Region) -> None:
-        self._store = Store(folder, ROW_BYTES, SLOTS * ROW_BYTES)
+        self._store = Store(folder, ROW_BYTES, ROUNDS_IN_FILE * ROWS * ROW_BYTES)
         self._region = region
         self._first = -ROWS
 
     def write(self) -> None:
-        self._first = (self._first + ROWS) % SLOTS
+        self._first = (self._first + ROWS) % (ROUNDS_IN_FILE * ROWS)
         for slot in range(ROWS):
             self._store.write(self._first + slot, self._region.row(slot).data)
 
@@ -222,14 +223,12 @@ def _load(fleet: Fleet, prompts: Prompts, saves: bool) -> pairs.Run:
     """Fresh prompts, of which all chunks are saved meanwhile, or none."""
     engine, saved = fleet[_OWN], _saved(fleet)
     engine.call("collective_rpc", "benchmark_saving", args=(saves,))
-    given = [prompts.fresh(no_hits.PROMPT_TOKENS) for _ in range(no_hits.REQUESTS)]
-    answers = [*islice(cycle(no_hits.ANSWER_TOKENS), len(given))]
     before = engine.cpu_seconds()
-    load = engine.call("serve", given, answers, no_hits.AT_ONCE)
-    chunks = len(given) * whole_chunks(no_hits.PROMPT_TOKENS)
+    load = no_hits.serve(engine, prompts)
+    chunks = no_hits.REQUESTS * whole_chunks(no_hits.PROMPT_TOKENS)
     if saves and not until(lambda: _saved(fleet) >= saved + chunks, _PATIENCE):
         raise TimeoutError("not all was saved")
-    time.sleep(SETTLE)
+    time.sleep(SETTLE)  # until all is stored and published
     return no_hits.of_load(load, engine.cpu_seconds() - before)
 
 
@@ -291,11 +290,11 @@ def _replay(name: str) -> dict[str, Any]:
         "slots": engine.slots,
         "runs": runs,
         **{f"{case}/without": runs[case]["mean_s"] / runs["without"]["mean_s"] for case in runs},
-        "gain": _saved_s(runs, "all") / _saved_s(runs, "large pools"),
+        "gain": _gained_s(runs, "all") / _gained_s(runs, "large pools"),
     }
 
 
-def _saved_s(runs: Mapping[str, Mapping[str, float]], case: str) -> float:
+def _gained_s(runs: Mapping[str, Mapping[str, float]], case: str) -> float:
     return runs["without"]["mean_s"] - runs[case]["mean_s"]
 
 
@@ -341,12 +340,5 @@ def markdown(part: Mapping[str, Any]) -> str:
             for case, run in replay["runs"].items()
         ),
     )
-    writing = part["writing"]
-    loads = table(
-        (f"{writing['pairs']} pairs of loads", "saving all", "nothing", "ratio"),
-        (
-            (title, *pairs.cells(writing["compared"][name], scale, digits))
-            for name, (title, scale, digits) in no_hits.LINES.items()
-        ),
-    )
+    loads = no_hits.loads_table(part["writing"], "saving all", "nothing")
     return f"{rates}\n\n{lengths}\n\n{loads}\n\n{replays}"

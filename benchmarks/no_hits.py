@@ -67,7 +67,7 @@ class _Loads:
     def serve(self, on: bool) -> pairs.Run:
         self._turn(Connector.IN if on else Connector.OUT)
         before = self._engine.cpu_seconds()
-        load = self._load([*islice(cycle(ANSWER_TOKENS), REQUESTS)])
+        load = serve(self._engine, self._prompts)
         time.sleep(SETTLE)  # until all is stored and published
         return of_load(load, self._engine.cpu_seconds() - before)
 
@@ -75,7 +75,7 @@ class _Loads:
         """The steps that answer a token to each of a load's requests."""
         self._turn(Connector.IN_TURNS)
         self._engine.call("collective_rpc", "benchmark_steps")
-        self._load([STEPS] * AT_ONCE)
+        serve(self._engine, self._prompts, [STEPS] * AT_ONCE)
         (found,) = self._engine.call("collective_rpc", "benchmark_steps")
         steps = [Step(*step) for step in found]
         return [step for step in steps if step.requests == step.tokens == AT_ONCE]
@@ -84,10 +84,16 @@ class _Loads:
         time.sleep(SETTLE)
         self._engine.call("collective_rpc", "benchmark_connector", args=(state.value,))
 
-    def _load(self, answers: Sequence[int]) -> Load:
-        given = [self._prompts.fresh(PROMPT_TOKENS) for _ in answers]
-        load: Load = self._engine.call("serve", given, answers, AT_ONCE)
-        return load
+
+def serve(
+    engine: Engine,
+    prompts: Prompts,
+    answers: Sequence[int] = tuple(islice(cycle(ANSWER_TOKENS), REQUESTS)),
+) -> Load:
+    """A load of fresh prompts, one for each of the `answers`, in output tokens."""
+    given = [prompts.fresh(PROMPT_TOKENS) for _ in answers]
+    load: Load = engine.call("serve", given, answers, AT_ONCE)
+    return load
 
 
 def of_load(load: Load, cpu_seconds: float) -> dict[str, float]:
@@ -126,7 +132,7 @@ def of_steps(loads: Sequence[Sequence[Step]]) -> dict[str, Any]:
     }
 
 
-LINES = {
+_LINES = {
     "requests_per_s": ("requests per second", 1.0, 2),
     "first_p50_s": ("time to first token, median, ms", 1e3, 1),
     "first_p99_s": ("time to first token, p99, ms", 1e3, 1),
@@ -134,21 +140,25 @@ LINES = {
     "gap_p99_s": ("time between tokens, p99, ms", 1e3, 2),
     "cpu_s": ("CPU ms per 1,000 prompt tokens, all processes", 1e3, 1),
 }
-"""Title, scale and digits of each figure of a load."""
 
 
 def markdown(part: dict[str, Any]) -> str:
     """Ratios are geometric means over the pairs, with 95 % confidence intervals."""
-    loads = table(
-        (f"{part['pairs']} pairs of loads", "with Xavier", "without", "ratio"),
-        (
-            (title, *pairs.cells(part["compared"][name], scale, digits))
-            for name, (title, scale, digits) in LINES.items()
-        ),
-    )
+    loads = loads_table(part, "with Xavier", "without")
     steps = part["steps"]
     per_s = steps["per_s"]
     cells = [shown(steps[name], 3) for name in ("on_ms", "off_ms", "cost_ms")]
     cells.append(f"{per_s['ratio']:.3f} ({per_s['low']:.3f}–{per_s['high']:.3f})")
     columns = (f"{steps['counted']} steps", "with Xavier", "without", "costs", "steps a second")
     return f"{loads}\n\n{table(columns, [['ms', *cells]])}"
+
+
+def loads_table(part: dict[str, Any], *sides: str) -> str:
+    """Both sides of the pairs of loads, and their ratios."""
+    return table(
+        (f"{part['pairs']} pairs of loads", *sides, "ratio"),
+        (
+            (title, *pairs.cells(part["compared"][name], scale, digits))
+            for name, (title, scale, digits) in _LINES.items()
+        ),
+    )

@@ -6,7 +6,7 @@ from a disk, whichever has more, if that is faster than computing them, and the 
 Fetching keeps the replica as busy as computing, but not its donor. Nothing decodes.
 
 The disk is one for all replicas, never full, and reads for one replica at a time. As in
-`xinference_xavier.replica.disk`, it has what a replica computed again, or gave to a peer; or all.
+`xinference_xavier.replica.disk`, it has what a replica used again, or gave to a peer; or all.
 
 With an `error`, each prompt takes by up to that share longer or less than forecast. Bytes do not
 move, and no thread runs.
@@ -94,7 +94,7 @@ Maker = Callable[[Router, random.Random], Policy]
 
 
 class _Source(NamedTuple):
-    """Where leading chunks can be had."""
+    """Leading chunks, the seconds to get them, and who has them."""
 
     chunks: int = 0
     seconds: float = 0.0
@@ -182,7 +182,7 @@ class Simulator:
             self._arrive(f"{number}", request)
         while self._left:
             self._next()
-        self.result.saved = len(self._saved) * CHUNK if self._engine.disk else 0
+        self.result.saved = len(self._saved) * CHUNK
         return self.result
 
     def _at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -291,7 +291,8 @@ class Simulator:
         donor = self._replicas[self._source.choice(self.mirror.sets.names(peers))]
         granted = donor.pool.pin_shared(keys)
         donor.pool.unpin(granted)
-        self._saved.update(row.key for row in granted)
+        if self._engine.disk:
+            self._saved.update(row.key for row in granted)
         rows = self._reserve(replica, job, keys[: len(granted)])
         for row in rows:
             row.replicated_from = donor.name
@@ -315,12 +316,8 @@ class Simulator:
         self._reserve(replica, job, job.asked.keys)
         replica.pool.unpin(job.rows)
         replica.pool.touch(reversed(job.asked.keys))
-        for key in job.asked.keys:
-            if self._engine.saves_all or key in replica.once:
-                self._saved.add(key)
-            replica.once[key] = None
-        while len(replica.once) > REMEMBERED * self._engine.slots:
-            replica.once.popitem(last=False)
+        if self._engine.disk:
+            self._save(replica, job.asked.keys)
         added = pack(row.key for row in job.rows[job.local :])
         replica.sequence += 1
         self._index.publish(replica.name, replica.sequence, added, pack(job.evicted))
@@ -334,3 +331,11 @@ class Simulator:
         replica.running = None
         if replica.waiting:
             self._begin(replica)
+
+    def _save(self, replica: _Replica, used: Sequence[bytes]) -> None:
+        for key in used:
+            if self._engine.saves_all or key in replica.once:
+                self._saved.add(key)
+            replica.once[key] = None
+        while len(replica.once) > REMEMBERED * self._engine.slots:
+            replica.once.popitem(last=False)

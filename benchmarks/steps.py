@@ -39,7 +39,7 @@ class StepTimes:
         _recorder().turn(Connector(state))
 
     def benchmark_saving(self, everything: bool) -> None:
-        """Whether all that is computed is saved on the disk, or only what is used again."""
+        """Save `everything` that is computed on the disk, or only what is used again."""
         connector = _engine_core(sys._getframe()).scheduler.connector
         connector._manager._tier.disk._saves_all = everything
 

@@ -23,7 +23,7 @@ Routing = Literal["auto", "backlog", "off"]
 Backend = Literal["extension", "builtin"]
 """This extension's Xavier, or the one built into xinference."""
 Saved = Literal["reused", "all"]
-"""Which chunks are saved on a disk: those that were used twice, or all."""
+"""The chunks that are saved on a disk: those that were used twice, or all."""
 Role = Literal["any", "prefill", "decode"]
 """A replica that prefills for others, one that answers and leaves long prefills to those, or one
 that does both for itself."""

@@ -21,7 +21,7 @@ from xinference_xavier.engine.costs import (
     PrefillRate,
 )
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.pool.tier import DISK, Fetch
 
 
 def fit_of(*points: tuple[float, float]) -> LinearFit:
@@ -353,6 +353,15 @@ def test_a_peer_that_stays_slow_is_tried_less_and_less(peer: Peer) -> None:
     peer.fetch(10, 11.0)
     peer.now += MAX_RETRY_AFTER + 1
     assert peer.min_chunks() == 1, "it is never given up"
+
+
+def test_a_disk_whose_first_reading_is_slow_is_tried_as_soon_as_a_peer(peer: Peer) -> None:
+    fetch = Fetch(DISK, [Row(b"", 0)] * 10, deadline=0.0)
+    peer.cost_model.begun(fetch, 10 * CHUNK_SECONDS, peer.now)
+    fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 11.0, DISK
+    peer.cost_model.ended(fetch, peer.now)
+    assert peer.cost_model.measured(peer.now + RETRY_AFTER) == [DISK]
+    assert peer.cost_model.measured(peer.now + RETRY_AFTER + 1) == []
 
 
 def test_a_peer_that_was_slow_and_is_fast_is_as_any_other(peer: Peer) -> None:

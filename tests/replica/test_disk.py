@@ -334,6 +334,26 @@ async def test_a_full_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.Mon
         assert replica.holds([saved])
 
 
+async def test_a_disk_that_has_room_again_has_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
+    before, after = fresh_keys(2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with life(tmp_path) as replica:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "write", full)
+            replica.compute([before])
+            replica.disk.keep([before])
+            await replica.until(lambda: "No space left" in replica.disk.report().problem)
+        await replica.save([after])
+        await replica.until(lambda: not replica.disk.report().problem)
+        assert replica.disk.report().failures == 1
+
+
 async def test_a_store_that_was_removed_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

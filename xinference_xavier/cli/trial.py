@@ -59,8 +59,7 @@ class Trial:
     def __init__(self, client: XavierClient, model: str) -> None:
         self._client = client
         self._model = model
-        self.before = self._status()
-        cannot = {each.replica: each.not_sharing for each in self.before.replicas}
+        cannot = {each.replica: each.not_sharing for each in self._status().replicas}
         able = [replica for replica, reason in cannot.items() if reason is None]
         if len(able) < 2:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)

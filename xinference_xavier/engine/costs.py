@@ -232,7 +232,7 @@ class CostModel:
         stale = began - peer.measured > peer.retry_after
         if opened_link or not is_slower:
             peer.retry_after = RETRY_AFTER
-        elif stale:
+        elif stale and peer.rate:
             peer.retry_after = min(2 * peer.retry_after, MAX_RETRY_AFTER)
         peer.measured, peer.transport = max(began, peer.measured), fetch.transport
         if stale or fetch.transport not in peer.rates:

@@ -279,6 +279,8 @@ class Disk:
         if failure is not None:  # it may be full, and be read all the same
             self._failed(failure)
             self._save_at = time.monotonic() + _RETRY
+        elif rows:
+            self.stats.problem = ""
 
     @property
     def _saves(self) -> bool:

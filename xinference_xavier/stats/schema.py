@@ -349,7 +349,9 @@ class DiskStats:
         default="",
         metadata=about("`closed`, `comparing`, `open` or `computed differently`; empty without."),
     )
-    problem: str = field(default="", metadata=about("The latest failure."))
+    problem: str = field(
+        default="", metadata=about("The latest failure, until rows are saved again.")
+    )
     limit_bytes: int = metric("disk_limit_bytes", "Most bytes that the disk's rows take.")
     rows: int = metric("disk_chunks", "Chunks that the replica can read from the disk.")
     written_bytes: int = metric("disk_written_bytes_total", "Bytes of chunks saved on the disk.")
