@@ -23,6 +23,7 @@ from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.base import Acceptance, Check, Link, Offer, Transport
 from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
+from xinference_xavier.transfer.transports.nixl import NixlTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 CORRUPT_ROW = 2
@@ -108,6 +109,11 @@ class _FaultySharedMemory(_Faulty):
     inner = SharedMemoryTransport
 
 
+class _FaultyNixl(_Faulty):
+    name = NixlTransport.name
+    inner = NixlTransport
+
+
 class _CorruptingLink(_FaultyLink):
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
@@ -132,6 +138,12 @@ class CorruptingSharedMemory(_FaultySharedMemory):
     link = _CorruptingLink
 
 
+class CorruptingNixl(_FaultyNixl):
+    """One bit of one received row is wrong."""
+
+    link = _CorruptingLink
+
+
 class _Unchecked(_Faulty):
     """No checksum is compared, to show what the check catches."""
 
@@ -141,6 +153,10 @@ class _Unchecked(_Faulty):
 
 
 class UncheckedCorruptingGloo(_Unchecked, CorruptingGloo):
+    pass
+
+
+class UncheckedCorruptingNixl(_Unchecked, CorruptingNixl):
     pass
 
 
@@ -177,13 +193,21 @@ class StallingGloo(_FaultyGloo):
     link = _StallingLink
 
 
-class StallingSharedMemory(_FaultySharedMemory):
+class _Stalling(_Faulty):
     """A donor that asks its consumer to take a few rows and then none, as it cannot enforce it."""
 
     link = _StallingLink
 
     def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
         return _StallingAcceptance(self._inside.accept(hello, secret, deadline), self._wrap)
+
+
+class StallingSharedMemory(_Stalling, _FaultySharedMemory):
+    pass
+
+
+class StallingNixl(_Stalling, _FaultyNixl):
+    pass
 
 
 class _StallingAcceptance(_HalfLink):
@@ -203,13 +227,21 @@ class _StalledLink(_StallingLink):
             raise LinkError("closed") if closed else LinkTimeoutError("not all rows were sent")
 
 
-class StallableSharedMemory(_FaultySharedMemory):
-    """A consumer that does what a StallingSharedMemory asks it to."""
+class _Stallable(_Faulty):
+    """A consumer that does what a stalling donor asks it to."""
 
     link = _StalledLink
 
     def offer(self, secret: bytes, deadline: float) -> Offer:
         return _StallableOffer(self._inside.offer(secret, deadline), self._wrap)
+
+
+class StallableSharedMemory(_Stallable, _FaultySharedMemory):
+    pass
+
+
+class StallableNixl(_Stallable, _FaultyNixl):
+    pass
 
 
 class _StallableOffer(_HalfLink):

@@ -85,7 +85,7 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("fetch_timeout", NO_TIMES, "xavier_fetch_timeout="),
         # Peers refuse a longer one, and all fetches would fail.
         ("fetch_timeout", [3600], "is too large; use seconds above 0 and below"),
-        ("transport", ["nccl"], "use one of auto, gloo, shared_memory"),
+        ("transport", ["nccl"], "use one of auto, gloo, nixl, shared_memory"),
         ("routing", NO_ROUTINGS, "is not a choice; use one of auto, backlog, off"),
         ("queue", [-1], f"is too small; {QUEUE}"),
         ("queue", [MAX_QUEUE + 1, "100001"], f"is too large; {QUEUE}"),

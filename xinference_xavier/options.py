@@ -17,6 +17,7 @@ from xinference_xavier.errors import ConfigError
 from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_wildcard
 
 _GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
+_NIXL = "xinference_xavier.transfer.transports.nixl:NixlTransport"
 _SHARED_MEMORY = "xinference_xavier.transfer.transports.shared_memory:SharedMemoryTransport"
 Routing = Literal["auto", "backlog", "off"]
 """Requests go to the replica that answers first, to that with the smallest backlog, or in turn."""
@@ -28,8 +29,9 @@ Role = Literal["any", "prefill", "decode"]
 """A replica that prefills for others, one that answers and leaves long prefills to those, or one
 that does both for itself."""
 TRANSPORTS = {
-    "auto": (_SHARED_MEMORY, _GLOO),
+    "auto": (_SHARED_MEMORY, _NIXL, _GLOO),
     "gloo": (_GLOO,),
+    "nixl": (_NIXL,),
     "shared_memory": (_SHARED_MEMORY,),
 }
 """The transport classes that each name stands for, best first. Only transfer processes import

@@ -224,12 +224,27 @@ def test_grave_findings_look_grave() -> None:
         },
         {"incarnation": "b", "vllm": None},
     ]
-    models = {"m": {"report": {"replicas": replicas}}, "lost": {"error": "no tracker"}}
+    checks = {
+        "a": {
+            "linked_to": {"b": "gloo", "gone": "shared_memory"},
+            "obstacles": {
+                "b": {"shared_memory": "other machine", "nixl": "no active RDMA port"},
+                "gone": {},
+            },
+        },
+        "b": {"error": "it has just joined"},
+    }
+    models = {
+        "m": {"report": {"replicas": replicas}, "self_checks": checks},
+        "lost": {"error": "no tracker"},
+    }
     facts = {"models": models, "workers": {"w": {}, "x": {}}}
     versions = [
         "m: m-0 runs vLLM 0.32.0",
         "m: m-0 has xavier_pool_bytes, xavier_queue from the environment",
         "m: b runs vLLM unknown",
+        "m: m-0 from b by gloo, not shared_memory (other machine), not nixl (no active RDMA port)",
+        "m: m-0 from gone by shared_memory",
     ]
     healthy = [line.rstrip() for line in shown(findings_list([], facts)).splitlines()]
     assert healthy == ["No problems found (models: 2, workers: 2).", *versions]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.process
 TIMEOUT = 30.0  # that no test here reaches
 
 
-@pytest.fixture(scope="module", params=["gloo", "shared_memory"])
+@pytest.fixture(scope="module", params=["gloo", "nixl", "shared_memory"])
 def transport(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -33,10 +33,14 @@ def transport(request: pytest.FixtureRequest) -> str:
 def all_replicas(
     tracker_process: TrackerProcess, transport: str
 ) -> Iterator[dict[str, ReplicaProcess]]:
-    faulty = {"gloo": "CorruptingGloo", "shared_memory": "CorruptingSharedMemory"}[transport]
+    faulty = {
+        "gloo": "CorruptingGloo",
+        "nixl": "CorruptingNixl",
+        "shared_memory": "CorruptingSharedMemory",
+    }[transport]
     transports = {
         "alice": transport,
-        "bob": "auto",
+        "bob": "nixl" if transport == "nixl" else "auto",  # which has no RDMA port here
         "checked": f"tests.faults:{faulty}",
         "unchecked": f"tests.faults:Unchecked{faulty}",
     }

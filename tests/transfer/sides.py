@@ -18,6 +18,7 @@ from xinference_xavier.runtime.net import listen
 from xinference_xavier.transfer.__main__ import TransferActor
 from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.nixl import NixlTransport
 from xinference_xavier.transfer.transports.selection import TransportSelector
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
@@ -56,6 +57,13 @@ KINDS = {
         faults._FaultySharedMemory,
         faults.StallingSharedMemory,
         faults.StallableSharedMemory,
+    ),
+    "nixl": Kind(
+        NixlTransport,
+        faults.CorruptingNixl,
+        faults._FaultyNixl,
+        faults.StallingNixl,
+        faults.StallableNixl,
     ),
 }
 

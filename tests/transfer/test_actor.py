@@ -25,6 +25,7 @@ from xinference_xavier.protocol.transfer import (
 from xinference_xavier.transfer.__main__ import load_transport
 from xinference_xavier.transfer.transports.base import Acceptance, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.nixl import NixlTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 
@@ -107,12 +108,29 @@ class TestAuto:
         consumer = await sides.start("consumer", *AUTO)
         donor = await sides.start("donor", near, GlooTransport)
         for slot in range(2):
-            order = consumer.order(donor, [slot])
+            order = consumer.order(donor, [slot], timeout=4.0)
             assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
             await donor.actor.close_links_except(NOBODY)  # the next fetch opens another link
         stats = await consumer.actor.stats()
         assert (stats["linked_to"], stats["fallbacks"]) == ({"donor": "gloo"}, 1)
         assert np.array_equal(consumer.rows[:2], donor.rows[:2])
+
+    async def test_of_several_transports_the_best_that_works_is_used(self, sides: Sides) -> None:
+        """A donor without RDMA refuses it; one with it is read by it."""
+        three = (SharedMemoryTransport, NixlTransport, GlooTransport)
+        consumer = await sides.start("consumer", *three)
+        with_it = await sides.start("with", *three[1:])
+        without = await sides.start("without", GlooTransport)
+        for donor, transport in ((with_it, "nixl"), (without, "gloo")):
+            result = await consumer.actor.pull(consumer.order(donor, [1]))
+            assert result == PullResult(1, None, transport)
+        stats = await consumer.actor.stats()
+        refusal = "the donor offers gloo, not 'nixl'"
+        assert stats["obstacles"] == {
+            "with": {"shared_memory": "memory not shared"},
+            "without": {"shared_memory": "memory not shared", "nixl": refusal},
+        }
+        assert stats["fallbacks"] == 1
 
     async def test_a_short_fetch_leaves_time_for_the_second_try(self, sides: Sides) -> None:
         consumer = await sides.start("consumer", *AUTO)

@@ -49,6 +49,7 @@ async def test_rows_are_pulled_verified_and_counted(
         "links": 1,
         "transports": {name: moved},
         "linked_to": {"donor": name},
+        "obstacles": {"donor": {}},
         "fallbacks": 0,
     }
     assert (await consumer.actor.pull(consumer.order(donor, [4]))).transport == name

@@ -235,8 +235,22 @@ def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> Render
             if given := replica.get("from_environment"):
                 options = ", ".join(f"xavier_{option}" for option in given)
                 lines.append(f"{uid}: {name} has {options} from the environment\n", style="dim")
+        for line in _links(model):
+            lines.append(f"{uid}: {line}\n", style="dim")
     lines.rstrip()
     return lines
+
+
+def _links(model: Mapping[str, Any]) -> Iterator[str]:
+    """How each replica fetches from each peer, and why not by a better transport."""
+    replicas = model.get("report", {}).get("replicas", ())
+    names = {each["incarnation"]: each.get("replica", each["incarnation"]) for each in replicas}
+    for incarnation, check in model.get("self_checks", {}).items():
+        for peer, transport in check.get("linked_to", {}).items():
+            reasons = check["obstacles"].get(peer, {}).items()
+            because = "".join(f", not {name} ({reason})" for name, reason in reasons)
+            ends = f"{names.get(incarnation, incarnation)} from {names.get(peer, peer)}"
+            yield f"{ends} by {transport}{because}"
 
 
 def _mark(held: list[bool]) -> str:

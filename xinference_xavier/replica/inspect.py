@@ -146,9 +146,11 @@ async def self_check(
     fingerprint_fields: Mapping[str, str],
 ) -> dict[str, Any]:
     """JSON-able. `host` is this replica's address, `fingerprint_fields` are its namespace's.
-    `peers` maps each peer to why no link to it opens; None if one does."""
+    `peers` maps each peer to why no link to it opens; None if one does. `linked_to` has the
+    transport of each link, `obstacles` why a better one is not used."""
     peers = sorted(mirror.peers)[:MAX_PEERS]
     probed = await asyncio.gather(*(_probe(peer, mirror, process) for peer in peers))
+    links = await process.stats()
     return {
         **process_info(),
         "config": config.to_dict(),
@@ -158,6 +160,8 @@ async def self_check(
         "transfer_error": process.error,
         **await asyncio.to_thread(_ports, host, config.port_range),
         "peers": dict(zip(peers, probed, strict=True)),
+        "linked_to": links.get("linked_to", {}),
+        "obstacles": links.get("obstacles", {}),
     }
 
 

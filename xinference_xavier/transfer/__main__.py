@@ -24,7 +24,7 @@ from typing import Any
 
 import xoscar
 
-from xinference_xavier.errors import LinkError, XavierError
+from xinference_xavier.errors import LinkError, TransportError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Endpoint, Startup
 from xinference_xavier.runtime.host import GRACE, await_end
@@ -76,6 +76,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             "links": len(links),
             "transports": {name: asdict(of_transport) for name, of_transport in stats.items()},
             "linked_to": linked_to,
+            "obstacles": self._receiver.obstacles(),
             "fallbacks": self._context.selector.fallbacks,
         }
 
@@ -93,20 +94,35 @@ def load_transport(path: str) -> type[Transport]:
     return loaded
 
 
+def select(startup: Startup, region: Region) -> TransportSelector:
+    """The last transport must work on this host, better ones need not. Raises TransportError."""
+    *better, last = map(load_transport, startup.transports)
+    usable: list[Transport] = []
+    left_out: dict[str, str] = {}
+    for kind in better:
+        reason = kind.unfit()
+        if reason is None:
+            try:
+                usable.append(kind(region, startup.host, startup.port_range))
+            except TransportError as error:
+                logger.warning("cannot use %s: error=%s", kind.name, error)
+                reason = str(error)
+        if reason is not None:
+            left_out[kind.name] = reason
+    usable.append(last(region, startup.host, startup.port_range))
+    return TransportSelector(usable, left_out)
+
+
 async def _serve(engine: socket.socket, startup: Startup) -> None:
     region = Region(startup.region_fd, startup.rows, startup.row_bytes)
     try:
-        transports = [
-            load_transport(path)(region, startup.host, startup.port_range)
-            for path in startup.transports
-        ]
+        selector = select(startup, region)
         pool = await listen(startup.host, startup.port_range)
     except XavierError as error:
         _give_up(engine, error)
         return
     # Modules stay loaded: searching them for garbage would delay fetches by 0.1 s.
     gc.freeze()
-    selector = TransportSelector(transports)
     await xoscar.create_actor(
         TransferActor, startup, region, selector, address=pool.external_address, uid=TRANSFER_UID
     )

@@ -209,17 +209,13 @@ class Sender:
                 await close_link(link)
 
 
-_FIRST_TRY_SECONDS = 1.0
-"""Most seconds for the best transport if there is another one, and half of the time left."""
-
-
 class ChecksumError(LinkError):
     """A complete row has the wrong content."""
 
 
 class _OpenLink(NamedTuple):
     link_id: str
-    address: str  # of the donor's transfer process
+    endpoint: Endpoint  # of the donor's transfer process
     peer: xoscar.ActorRefType  # its actor; kept, because finding it costs a round trip
     transport: str
     link: Link
@@ -245,6 +241,11 @@ class Receiver:
     def linked_to(self) -> dict[str, str]:
         """The transport of each donor's link."""
         return {donor: opened.transport for donor, opened in self._links.items()}
+
+    def obstacles(self) -> dict[str, dict[str, str]]:
+        """By donor that we are linked to: why not by a better transport."""
+        obstacles = self._context.selector.obstacles
+        return {donor: obstacles(donor, *opened.endpoint) for donor, opened in self._links.items()}
 
     async def close_links_except(self, members: frozenset[str]) -> None:
         self._context.selector.forget_except(members)
@@ -300,12 +301,12 @@ class Receiver:
             return None  # the link is in use
         async with lock:
             opened = self._links.get(donor)
-            if opened is not None and opened.address == endpoint.address:
+            if opened is not None and opened.endpoint.address == endpoint.address:
                 return None
             try:
                 await self._close(donor)
                 candidates = self._context.selector.candidates(donor, *endpoint)
-                await self._connect(donor, endpoint.address, candidates, deadline)
+                await self._connect(donor, endpoint, candidates, deadline)
             except OutOfReachError as error:
                 return str(error)
             except Exception as error:  # a peer's exception can have any type
@@ -332,11 +333,12 @@ class Receiver:
     ) -> asyncio.Future[None]:
         """Receive all rows. The future is done when the donor has finished the batch too."""
         opened = self._links.get(order.donor)
-        if opened is None or opened.address != order.address:
+        if opened is None or opened.endpoint.address != order.address:
             await self._close(order.donor)
-            candidates = self._context.selector.candidates(order.donor, order.address, order.host)
+            endpoint = Endpoint(order.address, order.host)
+            candidates = self._context.selector.candidates(order.donor, *endpoint)
             progress.transport = candidates[-1].name  # if none of them makes a link
-            opened = await self._connect(order.donor, order.address, candidates, deadline)
+            opened = await self._connect(order.donor, endpoint, candidates, deadline)
         else:
             self._links[order.donor] = self._links.pop(order.donor)
         progress.transport = opened.transport
@@ -378,27 +380,31 @@ class Receiver:
         return serving
 
     async def _connect(
-        self, donor: str, address: str, candidates: Sequence[Transport], deadline: float
+        self, donor: str, endpoint: Endpoint, candidates: Sequence[Transport], deadline: float
     ) -> _OpenLink:
+        """Try each transport with half of the time left, the last one with all of it."""
         await self._make_room()
-        peer = await within(remaining(deadline), xoscar.actor_ref(address, TRANSFER_UID))
-        best, *others = candidates
-        if not others:
-            return await self._open(best, donor, address, peer, deadline)
-        now = time.monotonic()
-        first_deadline = now + min(_FIRST_TRY_SECONDS, (deadline - now) / 2)
-        try:
-            return await self._open(best, donor, address, peer, first_deadline)
-        except Exception as error:  # a peer's exception can have any type
-            opened = await self._open(others[0], donor, address, peer, deadline)
-            self._context.selector.record_fallback(donor, address, error)
-            return opened
+        peer = await within(remaining(deadline), xoscar.actor_ref(endpoint.address, TRANSFER_UID))
+        *better, last = candidates
+        failed: list[tuple[Transport, Exception]] = []
+        for transport in better:
+            half = (time.monotonic() + deadline) / 2
+            try:
+                opened = await self._open(transport, donor, endpoint, peer, half)
+                break
+            except Exception as error:  # a peer's exception can have any type
+                failed.append((transport, error))
+        else:
+            opened = await self._open(last, donor, endpoint, peer, deadline)
+        for transport, failure in failed:
+            self._context.selector.record_fallback(donor, endpoint.address, transport, failure)
+        return opened
 
     async def _open(
         self,
         transport: Transport,
         donor: str,
-        address: str,
+        endpoint: Endpoint,
         peer: xoscar.ActorRefType,
         deadline: float,
     ) -> _OpenLink:
@@ -418,7 +424,7 @@ class Receiver:
             answer = await within(remaining(deadline), opening)
             link = await loop.run_in_executor(threads, offer.complete, answer, deadline)
             scope.commit()
-        self._links[donor] = _OpenLink(link_id, address, peer, transport.name, link)
+        self._links[donor] = _OpenLink(link_id, endpoint, peer, transport.name, link)
         return self._links[donor]
 
     async def _make_room(self) -> None:

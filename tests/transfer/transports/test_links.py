@@ -16,10 +16,13 @@ from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.transfer.transports import gloo
 from xinference_xavier.transfer.transports.base import PROOF_BYTES, Transport, prove, verify
 from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.nixl import NixlTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
+ALL = (GlooTransport, NixlTransport, SharedMemoryTransport)
 
-@pytest.fixture(params=[GlooTransport, SharedMemoryTransport], ids=lambda kind: kind.name)
+
+@pytest.fixture(params=ALL, ids=lambda kind: kind.name)
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Transport]:
     """Over Gloo, few rows are in flight at once."""
     monkeypatch.setattr(gloo, "_IN_FLIGHT_BYTES", 0)

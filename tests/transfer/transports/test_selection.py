@@ -16,7 +16,10 @@ from tests.logged import messages
 from tests.transfer.no_transport import NoTransport
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import Startup
+from xinference_xavier.transfer.__main__ import select
 from xinference_xavier.transfer.transports import selection
+from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.selection import (
     DIFFERENCES,
     MEMORY_NOT_SHARED,
@@ -33,8 +36,27 @@ class Near(NoTransport):
     host = HERE
 
 
+class Between(NoTransport):
+    name = "between"
+
+
 class Far(NoTransport):
     name = "far"
+
+
+class Unfit(NoTransport):
+    name = "unfit"
+
+    @classmethod
+    def unfit(cls) -> str | None:
+        return "no such device"
+
+
+class Broken(NoTransport):
+    name = "broken"
+
+    def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
+        raise TransportError("it burns")
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +81,57 @@ def test_a_transport_that_failed_is_not_tried_again_with_the_same_transfer_proce
     both = choice(region, Near, Far)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            both.record_fallback("donor", ADDRESS, LinkError("no such socket"))
+            both.record_fallback("donor", ADDRESS, both.named("near"), LinkError("no such socket"))
     (message,) = messages(caplog)
     assert both.fallbacks == 1
-    assert "near failed with donor donor on this host; falling back" in message
+    assert "near failed with donor donor; falling back" in message
     assert "no such socket" in message
     assert names(both, HERE) == ["far"]
     assert names(both, HERE, donor="another") == ["near", "far"]
     assert names(both, HERE, at="host:2") == ["near", "far"], "it is a new process"
     both.forget_except(frozenset({"another"}))
     assert names(both, HERE) == ["near", "far"]
+
+
+def test_each_transport_fails_for_itself(region: Region) -> None:
+    """What is reported is why a better one is not used."""
+    selector = TransportSelector(
+        [kind(region, "", None) for kind in (Near, Between, Far)], {"best": "no such device"}
+    )
+    assert names(selector, HERE) == ["near", "between", "far"]
+    assert selector.obstacles("donor", ADDRESS, HERE) == {"best": "no such device"}
+    selector.record_fallback("donor", ADDRESS, selector.named("between"), TimeoutError())
+    assert names(selector, HERE) == ["near", "far"]
+    assert names(selector, THERE) == ["far"]
+    assert selector.obstacles("donor", ADDRESS, THERE) == {
+        "best": "no such device",
+        "near": "other network namespace",
+        "between": "TimeoutError",
+    }
+
+
+def startup(*transports: type[Transport]) -> Startup:
+    paths = tuple(f"{kind.__module__}:{kind.__name__}" for kind in transports)
+    return Startup("a", 3, 1, 4096, "", None, paths, "00")
+
+
+def test_a_better_transport_that_this_host_cannot_use_is_left_out(
+    region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        selector = select(startup(Unfit, Broken, Far), region)
+    assert selector.names == ["far"]
+    assert selector.obstacles("donor", ADDRESS, HERE) == {
+        "unfit": "no such device",
+        "broken": "it burns",
+    }
+    assert ["broken" in message for message in messages(caplog)] == [True]
+
+
+def test_the_last_transport_must_work(region: Region) -> None:
+    assert select(startup(Unfit), region).names == ["unfit"], "nobody asked for another one"
+    with pytest.raises(TransportError, match="it burns"):
+        select(startup(Far, Broken), region)
 
 
 SAY = (

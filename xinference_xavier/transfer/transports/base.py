@@ -95,6 +95,11 @@ class Transport(ABC):
             TransportError: `host` or the range cannot be used on this host.
         """
 
+    @classmethod
+    def unfit(cls) -> str | None:
+        """Why this host should use the next best transport instead; None if it need not."""
+        return None
+
     @abstractmethod
     def offer(self, secret: bytes, deadline: float) -> Offer:
         """Start to make a link as its consumer."""

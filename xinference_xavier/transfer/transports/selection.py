@@ -1,13 +1,14 @@
 """Selects the transports to try with a donor, best first.
 
-A transport within one host is tried with donors whose `host_identity` equals ours, until it fails
-with their transfer process.
+A transport within one host is tried with donors whose `host_identity` equals ours. One that fails
+with a donor is not tried again until the donor has another transfer process.
 """
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from xinference_xavier.errors import OUT_OF_REACH, LinkError, TransportError
 from xinference_xavier.transfer.transports.base import Transport
@@ -26,10 +27,19 @@ class OutOfReachError(LinkError):
         super().__init__(f"no link by {transport}: {reason}")
 
 
+class _Failure(NamedTuple):
+    address: str  # of the donor's transfer process
+    reason: str
+
+
 class TransportSelector:
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(
+        self, transports: Sequence[Transport], left_out: Mapping[str, str] | None = None
+    ) -> None:
+        """`left_out` are better ones that this host cannot use, and why."""
         self._transports = {transport.name: transport for transport in transports}
-        self._failed: dict[str, str] = {}  # by donor: the address of its transfer process
+        self._left_out = dict(left_out or {})
+        self._failed: dict[tuple[str, str], _Failure] = {}  # by donor and transport
         self.fallbacks = 0
 
     @property
@@ -56,29 +66,45 @@ class TransportSelector:
         possible = [
             transport
             for transport in self._transports.values()
-            if transport.host is None
-            or (difference(transport.host, host) is None and self._failed.get(donor) != address)
+            if self._obstacle(transport, donor, address, host) is None
         ]
         if not possible:
             reason = difference(self.host or "", host) or MEMORY_NOT_SHARED
             raise OutOfReachError(" or ".join(self.names), reason)
         return possible
 
-    def record_fallback(self, donor: str, address: str, error: BaseException) -> None:
-        """The first candidate failed; the next one worked."""
-        if self._failed.get(donor) != address:
-            self._failed[donor] = address
+    def obstacles(self, donor: str, address: str, host: str | None) -> dict[str, str]:
+        """Why each transport that cannot be tried with the donor is not."""
+        reasons = {
+            transport.name: self._obstacle(transport, donor, address, host)
+            for transport in self._transports.values()
+        }
+        return self._left_out | {name: reason for name, reason in reasons.items() if reason}
+
+    def _obstacle(
+        self, transport: Transport, donor: str, address: str, host: str | None
+    ) -> str | None:
+        if transport.host is not None and (differs := difference(transport.host, host)):
+            return differs
+        failure = self._failed.get((donor, transport.name))
+        return failure.reason if failure is not None and failure.address == address else None
+
+    def record_fallback(
+        self, donor: str, address: str, transport: Transport, error: BaseException
+    ) -> None:
+        """A candidate failed; a later one worked."""
+        known = self._failed.get((donor, transport.name))
+        if known is None or known.address != address:
+            reason = str(error) or type(error).__name__
+            self._failed[donor, transport.name] = _Failure(address, reason)
             self.fallbacks += 1
             logger.warning(
-                "%s failed with donor %s on this host; falling back: error=%s",
-                self.names[0],
-                donor,
-                error,
+                "%s failed with donor %s; falling back: error=%s", transport.name, donor, reason
             )
 
     def forget_except(self, members: frozenset[str]) -> None:
         """Forget the failures with donors that are not members."""
-        self._failed = {donor: at for donor, at in self._failed.items() if donor in members}
+        self._failed = {key: at for key, at in self._failed.items() if key[0] in members}
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
