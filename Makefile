@@ -30,13 +30,15 @@ MODEL ?=
 ARGS ?=
 
 # Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
-# how many of its steps. Of `make bench`: parts of the report (default: all, more than half an
-# hour); with QUICK=1 less of each, which does not become part of the report.
+# how many of its steps, and the transport of the part replicas (gloo or nixl). Of `make bench`: parts
+# of the report (default: all, more than half an hour); with QUICK=1 less of each, which does not
+# become part of the report.
 PART ?=
 QUICK ?=
 SECONDS ?=
 SEED ?=
 STEPS ?=
+TRANSPORT ?=
 
 # Of `make test-matrix` (default: all).
 VERSIONS ?=
@@ -58,7 +60,7 @@ help:
 	@echo "make test-e2e  tests that start replicas and servers (test-replicas), vLLM engines and xinference (test-engines)"
 	@echo "make coverage  how much of the package make unit COVERAGE=1 ran; fails below 90 %"
 	@echo "make mutations  whether the unit tests catch faults that are put into the package, ten minutes (NUMBERS='3 …')"
-	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=…)"
+	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=… TRANSPORT=nixl)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
 	@echo "make test-matrix  the tests with other versions of vLLM and xinference, an hour (VERSIONS='vllm-0.31.0 …')"
@@ -169,7 +171,8 @@ test-matrix: venv
 
 chaos: venv
 	$(BIN)/python -m tests.chaos $(if $(PART),--part $(PART)) $(if $(SECONDS),--seconds $(SECONDS)) \
-		$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS))
+		$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(TRANSPORT),--transport $(TRANSPORT))
 
 bench: venv
 	$(BIN)/python -m benchmarks $(PART) $(if $(QUICK),--quick)

@@ -20,11 +20,12 @@ from tests.harness.remote import Remote, obey, spawned
 from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.base import Acceptance, Link, Offer, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
+from xinference_xavier.transfer.transports.nixl import NixlTransport
 from xinference_xavier.transfer.transports.shared_memory import ConsumerLink, SharedMemoryTransport
 
 HOST = "127.0.0.1"
 TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (GlooTransport, SharedMemoryTransport)
+    transport.name: transport for transport in (GlooTransport, NixlTransport, SharedMemoryTransport)
 }
 TCP, MEMCPY = "tcp", "memcpy"
 _SECRET = b"benchmark"

@@ -293,7 +293,7 @@ class ScriptedGloo(_FaultyGloo):
 ORDERS = "XAVIER_TEST_ORDERS"
 """The environment variable with the folder of faults ordered for a replica."""
 UNCHECKED = "XAVIER_TEST_UNCHECKED"
-"""This environment variable, if set, switches off the checksums of OrderedGloo's process."""
+"""This environment variable, if set, switches off the checksums of the process."""
 LATE = 0.6
 """Seconds after its deadline at which a link still writes; the engine waits for 2."""
 SLOW = 0.4
@@ -354,7 +354,7 @@ def _take(fault: Order) -> bool:
 
 
 class _OrderedLink(_StallingLink):
-    """`sockets` returns the file descriptors of the process's Gloo connections."""
+    """`sockets` returns the file descriptors of the process's data connections."""
 
     def __init__(self, link: Link, region: Region, sockets: Callable[[], list[int]]) -> None:
         super().__init__(link, region)
@@ -431,11 +431,14 @@ class _OrderedLink(_StallingLink):
             self._closed.wait(SLOW)
         if _take(Order.CUT):
             self.link.send(slots[:half], deadline)
-            for descriptor in self._sockets():
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+            self._cut()
             return self.link.send(slots[half:], deadline)
         return self.link.send(slots, deadline)
+
+    def _cut(self) -> None:
+        for descriptor in self._sockets():
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _check_port() -> None:
@@ -447,8 +450,27 @@ def _unchecked(slot: int) -> None:
     """Accept any row."""
 
 
-class OrderedGloo(_FaultyGloo):
+class _OrderedNixlLink(_OrderedLink):
+    """Its donor only waits for the consumer, so a fault meets reads that are under way, or none."""
+
+    def send(self, slots: Sequence[int], deadline: float) -> None:
+        _check_port()
+        if _take(Order.DIE_SENDING):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if _take(Order.STALL):
+            self._closed.wait(max(0.0, deadline - time.monotonic()) + LATE)
+            raise LinkError("stalled until it was closed")
+        if _take(Order.SLOW):
+            self._closed.wait(SLOW)
+        if _take(Order.CUT):
+            self._cut()
+        self.link.send(slots, deadline)
+
+
+class _Ordered(_Faulty):
     """Faults are ordered, one batch at a time, while the process runs."""
+
+    ordered: type[_OrderedLink]
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         super().__init__(region, host, port_range)
@@ -466,12 +488,25 @@ class OrderedGloo(_FaultyGloo):
         return super().accept(hello, secret, deadline)
 
     def _wrap(self, link: Link) -> Link:
-        return _OrderedLink(link, self.region, self._gloo_sockets)
+        return self.ordered(link, self.region, self._sockets)
 
-    def _gloo_sockets(self) -> list[int]:
+    def _sockets(self) -> list[int]:
         """All connections but those of the event loop."""
         others = set(self._loop._selector.get_map())  # type: ignore[attr-defined]  # asyncio's own
         connections = psutil.Process().net_connections("tcp")
         return [
             c.fd for c in connections if c.status == psutil.CONN_ESTABLISHED and c.fd not in others
         ]
+
+
+class OrderedGloo(_Ordered, _FaultyGloo):
+    ordered = _OrderedLink
+
+
+class OrderedNixl(_Ordered, _FaultyNixl):
+    ordered = _OrderedNixlLink
+
+
+ORDERED = {"gloo": OrderedGloo, "nixl": OrderedNixl}
+OF_GLOO = (Order.OVERSIZE, Order.TOO_FEW)
+"""The faults that only Gloo's messages can have."""

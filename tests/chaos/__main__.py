@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tests.chaos.report import FULL, Report, to_json
+from tests.faults import ORDERED
 
 SECONDS = 540.0
 """The duration of a full run of one part."""
@@ -26,22 +27,23 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _run(part: str, seed: int, seconds: float, steps: int | None) -> Report:
+def _run(part: str, seed: int, seconds: float, steps: int | None, **options: str) -> Report:
     module = import_module(f"tests.chaos.{part}")  # imports vLLM or xinference
-    report: Report = module.run(seed, seconds, steps=steps, say=_say)
+    report: Report = module.run(seed, seconds, steps=steps, say=_say, **options)
     return report
 
 
-def _look_for_shorter_failure(seed: int, steps: int) -> None:
+def _look_for_shorter_failure(seed: int, steps: int, options: dict[str, str]) -> None:
     """Replicas start at once, so it does not take long."""
 
     def fails(prefix: int) -> bool:
         _say(f"looking for a shorter failure: the first {prefix} steps")
-        return bool(_run("replicas", seed, SECONDS, prefix).failures())
+        return bool(_run("replicas", seed, SECONDS, prefix, **options).failures())
 
     shortest = shortest_failing(steps, fails)
     _say(f"seed {seed}: the shortest prefix seen to fail has {shortest} steps of the schedule")
-    _say(f"to run only that prefix: make chaos PART=replicas SEED={seed} STEPS={shortest}")
+    given = "".join(f" {name.upper()}={value}" for name, value in options.items())
+    _say(f"to run only that prefix: make chaos PART=replicas SEED={seed} STEPS={shortest}{given}")
 
 
 def shortest_failing(steps: int, fails: Callable[[int], bool]) -> int:
@@ -64,17 +66,22 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="duration, instead of a full run")
     parser.add_argument("--steps", type=int, help="at most this many steps of the schedule")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument(
+        "--transport", choices=sorted(ORDERED), default="gloo", help="of the part replicas"
+    )
     arguments = parser.parse_args()
     parts = [arguments.part] if arguments.part else ["replicas", "engines"]
     _say(f"seed {arguments.seed}, parts: {', '.join(parts)}")
     reports = []
     for part in parts:
-        report = _run(part, arguments.seed, arguments.seconds or SECONDS, arguments.steps)
+        options = {"transport": arguments.transport} if part == "replicas" else {}
+        seconds = arguments.seconds or SECONDS
+        report = _run(part, arguments.seed, seconds, arguments.steps, **options)
         reports.append(report)
         for failure in report.failures():
             _say(f"FAILED  {failure}")
         if report.failures() and part == "replicas":
-            _look_for_shorter_failure(arguments.seed, report.steps)
+            _look_for_shorter_failure(arguments.seed, report.steps, options)
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text(to_json(reports))
     _say(REPORT.read_text())

@@ -25,7 +25,7 @@ from tests.chaos.names import NamedPrefixes
 from tests.chaos.node import Node, Settings
 from tests.chaos.tracker import LEASE, HostNode, TrackerNode
 from tests.chaos.workload import ROW_BYTES
-from tests.faults import taken
+from tests.faults import ORDERED, taken
 from tests.harness.processes import frozen
 from tests.harness.remote import EndedError
 from tests.harness.replicas import MODEL
@@ -46,8 +46,10 @@ class Cluster:
         seed: int,
         mutation: Mutation | None = None,
         pools: Mapping[str, int] = POOLS,
+        transport: str = "gloo",
     ) -> None:
-        """`pools` maps each replica to its pool's rows."""
+        """`pools` maps each replica to its pool's rows; `transport` is one of `ORDERED`."""
+        self._transport = ORDERED[transport]
         self._pools = pools
         self.folder = folder
         self._seed = seed
@@ -104,7 +106,7 @@ class Cluster:
                 "host": "127.0.0.1",
                 "fetch_timeout": FETCH_TIMEOUT,
                 "drain": DRAIN,
-                "transport": "tests.faults:OrderedGloo",
+                "transport": f"tests.faults:{self._transport.__name__}",
                 "disk": str(self.disk),
                 "disk_bytes": DISK_ROWS * ROW_BYTES,
             },

@@ -19,6 +19,7 @@ from tests.chaos.kinds import KINDS
 from tests.chaos.mutations import Mutation
 from tests.chaos.report import Report
 from tests.chaos.schedule import TRACKER, Step, of_replicas
+from tests.faults import OF_GLOO
 
 ROUND = 120.0
 """Seconds of faults between two rests."""
@@ -35,13 +36,16 @@ def run(
     only: Sequence[str] | None = None,
     mutation: Mutation | None = None,
     pools: Mapping[str, int] = POOLS,
+    transport: str = "gloo",
     say: Callable[[str], None] = print,
 ) -> Report:
     """Ends after `seconds`, or after `steps` steps, or when something is wrong. `only` restricts
     the schedule to some kinds."""
+    if transport != "gloo":
+        only = [kind for kind in only or KINDS if kind not in OF_GLOO]
     report = Report("replicas", seed, FETCH_TIMEOUT)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    cluster = Cluster(folder, seed, mutation, pools)
+    cluster = Cluster(folder, seed, mutation, pools, transport)
     try:
         _Run(cluster, report, say).run(
             itertools.islice(of_replicas(seed, list(pools), only), steps), seconds

@@ -18,8 +18,11 @@ def test_every_kind_of_the_schedule_can_be_injected() -> None:
     assert KINDS.keys() == REPLICA_KINDS.keys() | TRACKER_KINDS.keys()
 
 
-def test_a_short_run_leaves_no_wrong_byte_no_failed_request_and_nothing_behind() -> None:
-    report = replicas.run(SEED, 600.0, steps=STEPS)
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("nixl", marks=pytest.mark.long)])
+def test_a_short_run_leaves_no_wrong_byte_no_failed_request_and_nothing_behind(
+    transport: str,
+) -> None:
+    report = replicas.run(SEED, 600.0, steps=STEPS, transport=transport)
     assert report.failures() == []
     assert report.faults.total() >= STEPS // 2
     assert len(report.faults) >= 10

@@ -258,6 +258,30 @@ async def test_a_damaged_row_ends_the_fetch_before_it_and_is_forgotten(tmp_path:
         assert keys[3] in again.disk.index
 
 
+async def test_a_row_that_another_replica_replaces_meanwhile_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody should look for a broken disk."""
+    one, other = fresh_keys(2)
+    go_on = threading.Event()
+    read = Store.read
+
+    def late(store: Store, slot: int, row: memoryview) -> bool:
+        go_on.wait()
+        return read(store, slot, row)
+
+    monkeypatch.setattr(Store, "read", late)
+    async with life(tmp_path, slots=1) as writer, life(tmp_path, slots=1) as reader:
+        await writer.save([one])
+        await reader.until(lambda: one in reader.disk.index)
+        fetch = PeerFetch(DISK, reader.pool.reserve([one]).rows, time.monotonic() + NEVER)
+        fetching = reader.fetcher.start(fetch)
+        await writer.save([other])
+        go_on.set()
+        await fetching
+        assert (len(fetch.committed), fetch.reason) == (0, "not held")
+
+
 async def test_a_chunk_that_is_gone_is_not_held(tmp_path: Path) -> None:
     held, gone = fresh_keys(2)
     async with life(tmp_path) as replica:

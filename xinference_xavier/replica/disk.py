@@ -61,6 +61,9 @@ _MAX_WAITING = 1024  # rows to be read
 _SHARE = 10  # the file system is so many times as large as the store, by default
 
 
+_DAMAGED, _NOT_HELD = "checksum", "not held"
+
+
 class DiskState(Enum):
     """See the module's docstring."""
 
@@ -189,7 +192,7 @@ class Disk:
     async def _read(self, rows: Sequence[Row], places: Sequence[tuple[Row, Place]]) -> PullResult:
         store = self._store
         if store is None or not places:
-            return PullResult(0, "not held", DISK)
+            return PullResult(0, _NOT_HELD, DISK)
         if self._readers.waiting + len(places) > _MAX_WAITING:
             return PullResult(0, "busy", DISK)
         loop = asyncio.get_running_loop()
@@ -208,7 +211,10 @@ class Disk:
                 cancelled = error
         if cancelled is not None:
             raise cancelled
-        reasons = [*map(self._reason, reading.result(), places), "not held"]
+        outcomes = reading.result()
+        if _DAMAGED in outcomes:
+            outcomes = await self._call(self._look_again, store, outcomes, places)
+        reasons = [*map(self._reason, outcomes, places), _NOT_HELD]
         verified = len([*takewhile(lambda reason: reason is None, reasons)])
         return PullResult(verified, None if verified == len(rows) else reasons[verified], DISK)
 
@@ -226,7 +232,7 @@ class Disk:
         """Why it is not the chunk's row; None if it is. Raises OSError."""
         complete = store.read(place.slot, self._region.row(row.slot).data)
         is_equal = complete and self._region.checksum(row.slot, row.key) == place.checksum
-        return None if is_equal else "checksum"
+        return None if is_equal else _DAMAGED
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -325,6 +331,22 @@ class Disk:
         self.state = DiskState.CLOSED
 
     # -- in the thread for the index ------------------------------------------------------------
+
+    def _look_again(
+        self,
+        store: Store,
+        outcomes: Sequence[str | BaseException | None],
+        places: Sequence[tuple[Row, Place]],
+    ) -> list[str | BaseException | None]:
+        """Tell rows whose slots another replica has reused since from damaged ones."""
+        try:
+            store.refresh()
+        except Exception as error:  # it may have been closed meanwhile
+            self._failed(error)
+        return [
+            _NOT_HELD if outcome == _DAMAGED and store.index.get(row.key) != place else outcome
+            for outcome, (row, place) in zip(outcomes, places, strict=True)
+        ]
 
     def _open(self, namespace: str) -> Store:
         if time.monotonic() >= self._clean_up_at:
