@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,19 +43,28 @@ class Shared(NamedTuple):
 
 
 def difference(one: Sequence[Completion], other: Sequence[Completion]) -> float:
-    """The largest difference of log-probabilities; infinite if tokens differ.
+    """The largest difference of log-probabilities.
 
-    Only tokens that both list count, because the least likely ones may change places.
+    Only tokens that both list count, because the least likely ones may change places. Where two
+    answers part, the one's token must be as likely as the other's; what follows has no meaning.
     """
-    if [each.tokens for each in one] != [each.tokens for each in other]:
-        return math.inf
-    pairs = [
-        (position[token], against[token])
-        for a, b in zip(one, other, strict=True)
-        for at, to in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs))
-        for position, against in zip(at, to, strict=True)
-        for token in position.keys() & against.keys()
-    ]
+    pairs: list[tuple[float, float]] = []
+    for a, b in zip(one, other, strict=True):
+        same = len(
+            [*takewhile(lambda both: both[0] == both[1], zip(a.tokens, b.tokens, strict=False))]
+        )
+        if same < max(len(a.tokens), len(b.tokens)):
+            if same == min(len(a.tokens), len(b.tokens)):
+                return math.inf
+            ours, theirs = a.tokens[same], b.tokens[same]
+            pairs += [
+                (each[same].get(ours, -math.inf), each[same].get(theirs, -math.inf))
+                for each in (a.logprobs, b.logprobs)
+            ]
+        compared = zip(a.logprobs[: same + 1], b.logprobs[: same + 1], strict=True)
+        prompts = zip(a.prompt_logprobs, b.prompt_logprobs, strict=True)
+        for position, against in (*compared, *prompts):
+            pairs += [(position[each], against[each]) for each in position.keys() & against.keys()]
     return max(0.0 if a == b else abs(a - b) for a, b in pairs)  # forbidden tokens have -inf
 
 
