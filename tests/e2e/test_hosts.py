@@ -52,11 +52,15 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
     log = ROOT / "build" / "test-hosts.log"
     with HostCluster(log, hosts, workers=WORKERS) as cluster:
         cluster.register(model_folder, "small")
-        # The pools hold everything that these tests compute.
-        options = {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}", "xavier_pool_bytes": "1GiB"}
-        cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
-        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+        launch(cluster)
         yield cluster
+
+
+def launch(cluster: HostCluster, **options: str) -> None:
+    # The pools hold everything that these tests compute.
+    options |= {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}", "xavier_pool_bytes": "1GiB"}
+    cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
+    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
 
 
 def replica_at(cluster: HostCluster, hosts: Hosts, name: str) -> dict[str, Any]:
@@ -184,6 +188,17 @@ def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
     assert cluster.members(UID).keys() == both
     share(cluster, hosts, FIRST, SECOND, seed + 100)
     share(cluster, hosts, SECOND, FIRST, seed + 200)
+
+
+def test_a_host_reads_the_other_by_nixl(cluster: HostCluster, hosts: Hosts) -> None:
+    """Over TCP here, through both firewalls."""
+    cluster.terminate(UID)
+    launch(cluster, xavier_transport="nixl")
+    share(cluster, hosts, FIRST, SECOND, 440)
+    share(cluster, hosts, SECOND, FIRST, 441)
+    for worker in WORKERS:
+        replica = replica_at(cluster, hosts, worker)
+        assert (replica["transport"], replica["fetches"]["rolled_back"]) == ("nixl", {})
 
 
 def test_a_host_lost_for_good_is_forgotten_and_the_other_answers(

@@ -58,7 +58,8 @@ _TAG_BYTES = 16
 _COUNT_BYTES = 8
 _MAX_ANSWER_BYTES = 64 << 10
 _HELLO, _MEMORY = "hello", "memory"
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.001
+_SCRATCH_BYTES = 64
 _READ_BYTES = 4 << 20
 """Bytes of a read, so that its rows can be checked while others arrive."""
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
@@ -114,8 +115,9 @@ class _Agent:
         self._rows = region.array  # mapped as long as it is registered
         self.base = self._rows.ctypes.data
         # The first read of a link goes here.
-        self.scratch = np.zeros(4096, np.uint8)
-        memory = [(self.base, region.size, 0, ""), (self.scratch.ctypes.data, 4096, 0, "")]
+        self.scratch = np.zeros(_SCRATCH_BYTES, np.uint8)
+        both = ((self.base, region.size), (self.scratch.ctypes.data, _SCRATCH_BYTES))
+        memory = [(address, size, 0, "") for address, size in both]
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
         try:
@@ -129,7 +131,7 @@ class _Agent:
         self._users: dict[str, int] = {}  # links, by the agent that they read from
         self._broken: set[str] = set()
         self._heard: dict[bytes, int] = {}  # batches that are over, by link
-        if "TLS=tcp" in ucx:
+        if not _active_port():
             arguments = (weakref.ref(self),)
             threading.Thread(target=_serve_reads, args=arguments, name="xavier-nixl").start()
 
@@ -150,7 +152,10 @@ class _Agent:
             if not self._users[peer] and peer in self._broken:
                 self._broken.discard(peer)
                 del self._users[peer]
-                self.nixl.remove_remote_agent(peer)
+                try:
+                    self.nixl.remove_remote_agent(peer)
+                except Exception as error:
+                    logger.warning("cannot remove a NIXL agent: error=%r", error)
 
     def read(
         self, peer: str, ours: Sequence[int], theirs: Sequence[int], size: int, word: bytes = b""
@@ -279,7 +284,7 @@ def _ucx(host: str, port_range: tuple[int, int] | None, size: int) -> str:
 
 
 class _Offer:
-    """Reads a little of the donor's memory once it has the keys."""
+    """Opens the donor's answer."""
 
     def __init__(self, region: Region, agent: _Agent, secret: bytes) -> None:
         self._region = region
@@ -296,25 +301,16 @@ class _Offer:
                 f"the donor's rows have {memory.row_bytes} bytes, the consumer's "
                 f"{self._region.row_bytes}"
             )
-        self._agent.join(memory.agent, memory.metadata)
-        try:
-            here, size = self._agent.scratch.ctypes.data, min(64, memory.row_bytes)
-            word = _word(memory.tag, 0)
-            reading = self._agent.read(memory.agent, [here], [memory.base], size, word)
-            while self._agent.is_reading(reading):
-                if self._withdrawn:
-                    raise LinkError("the link was withdrawn")
-                if time.monotonic() > deadline:
-                    raise LinkTimeoutError("the donor's memory could not be read in time")
-                time.sleep(_POLL_SECONDS)
-        except LinkError:
-            self._agent.leave(memory.agent, broken=True)
-            raise
         # Set before `_withdrawn` is read, as `withdraw` does it the other way round.
-        self._link = ConsumerLink(self._region, self._agent, memory)
-        if self._withdrawn:
-            self._link.close()
-        return self._link
+        link = self._link = ConsumerLink(self._region, self._agent, memory)
+        try:
+            if self._withdrawn:
+                raise LinkError("the link was withdrawn")
+            link.prove(deadline)
+        except LinkError:
+            link.close()
+            raise
+        return link
 
     def withdraw(self) -> None:
         self._withdrawn = True
@@ -374,6 +370,8 @@ class _Read(NamedTuple):
 
 class ConsumerLink(Link):
     def __init__(self, region: Region, agent: _Agent, memory: _Memory) -> None:
+        """Raises LinkError."""
+        agent.join(memory.agent, memory.metadata)
         self._region = region
         self._agent = agent
         self._memory = memory
@@ -382,6 +380,18 @@ class ConsumerLink(Link):
         self._failed = False
         self._closed = False
         self._beginning = threading.Lock()
+
+    def prove(self, deadline: float) -> None:
+        """Read a little, not into a row, so that both sides know that it works. Raises
+        LinkError."""
+        here, there = self._agent.scratch.ctypes.data, self._memory.base
+        size = min(_SCRATCH_BYTES, self._region.row_bytes)
+        word = _word(self._memory.tag, 0)
+        try:
+            self._await(self._agent.read(self._memory.agent, [here], [there], size, word), deadline)
+        except LinkError:
+            self._failed = True
+            raise
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
@@ -420,18 +430,20 @@ class ConsumerLink(Link):
 
     def _finish_first(self, deadline: float) -> list[int]:
         """The slots of the oldest read, once their rows are here."""
-        first = self._reads[0]
-        while self._is_reading(first):
+        self._await(self._reads[0].handle, deadline)
+        return self._reads.popleft().slots
+
+    def _await(self, handle: object, deadline: float) -> None:
+        while self._is_reading(handle):
             if self._closed:
                 raise LinkError(_CLOSED)
             if time.monotonic() > deadline:
                 raise LinkTimeoutError("not all rows were moved in time")
             time.sleep(_POLL_SECONDS)
-        return self._reads.popleft().slots
 
-    def _is_reading(self, read: _Read) -> bool:
+    def _is_reading(self, handle: object) -> bool:
         try:
-            return self._agent.is_reading(read.handle)
+            return self._agent.is_reading(handle)
         except LinkError:
             self._failed = True
             raise
@@ -440,7 +452,7 @@ class ConsumerLink(Link):
         """Return once nothing writes to our region any more."""
         for read in tuple(self._reads):
             with suppress(LinkError):  # it has ended
-                while self._is_reading(read):
+                while self._is_reading(read.handle):
                     time.sleep(_POLL_SECONDS)
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
