@@ -16,6 +16,9 @@ NIXL's failures shape this module (probed with nixl 1.5.1, over TCP):
 
 A read is not refused if its ticket has expired on the way: the row may have been replaced by then,
 and its checksum tells.
+
+xoscar's own NIXL channel is not used: there the owner of the rows writes them, for a copy between
+two actors, with an agent for each connection, which registers the memory anew for each copy.
 """
 
 import importlib.util
@@ -58,7 +61,8 @@ _TAG_BYTES = 16
 _COUNT_BYTES = 8
 _MAX_ANSWER_BYTES = 64 << 10
 _HELLO, _MEMORY = "hello", "memory"
-_POLL_SECONDS = 0.001
+_POLL_SECONDS = 0.0005
+_IDLE_POLL_SECONDS = 0.005
 _SCRATCH_BYTES = 64
 _READ_BYTES = 4 << 20
 """Bytes of a read, so that its rows can be checked while others arrive."""
@@ -222,7 +226,7 @@ def _serve_reads(agent: "weakref.ref[_Agent]") -> None:
         with suppress(LinkError):  # it also meets whoever waits for a word
             here.progress()
         del here
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_IDLE_POLL_SECONDS)
 
 
 def _word(tag: bytes, count: int) -> bytes:
