@@ -135,6 +135,9 @@ class Process:
     async def probe_link(self, *peer: object) -> str | None:
         raise AssertionError("no peer here has a transfer process")
 
+    async def stats(self) -> dict[str, object]:
+        return {}
+
 
 class Peer(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     def __init__(self, endpoint: object) -> None:
