@@ -94,35 +94,37 @@ def load_transport(path: str) -> type[Transport]:
     return loaded
 
 
-def select(startup: Startup, region: Region) -> TransportSelector:
-    """The last transport must work on this host, better ones need not. Raises TransportError."""
+def usable(startup: Startup, region: Region) -> tuple[list[Transport], dict[str, str]]:
+    """The transports that work on this host, and why better ones are left out. Raises
+    TransportError: the last one does not work."""
     *better, last = map(load_transport, startup.transports)
-    usable: list[Transport] = []
+    found: list[Transport] = []
     left_out: dict[str, str] = {}
     for kind in better:
         reason = kind.unfit()
         if reason is None:
             try:
-                usable.append(kind(region, startup.host, startup.port_range))
+                found.append(kind(region, startup.host, startup.port_range))
             except TransportError as error:
                 logger.warning("cannot use %s: error=%s", kind.name, error)
                 reason = str(error)
         if reason is not None:
             left_out[kind.name] = reason
-    usable.append(last(region, startup.host, startup.port_range))
-    return TransportSelector(usable, left_out)
+    found.append(last(region, startup.host, startup.port_range))
+    return found, left_out
 
 
 async def _serve(engine: socket.socket, startup: Startup) -> None:
     region = Region(startup.region_fd, startup.rows, startup.row_bytes)
     try:
-        selector = select(startup, region)
+        transports, left_out = usable(startup, region)
         pool = await listen(startup.host, startup.port_range)
     except XavierError as error:
         _give_up(engine, error)
         return
     # Modules stay loaded: searching them for garbage would delay fetches by 0.1 s.
     gc.freeze()
+    selector = TransportSelector(transports, left_out)
     await xoscar.create_actor(
         TransferActor, startup, region, selector, address=pool.external_address, uid=TRANSFER_UID
     )

@@ -17,7 +17,7 @@ from tests.transfer.no_transport import NoTransport
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Startup
-from xinference_xavier.transfer.__main__ import select
+from xinference_xavier.transfer.__main__ import usable
 from xinference_xavier.transfer.transports import selection
 from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.selection import (
@@ -119,7 +119,7 @@ def test_a_better_transport_that_this_host_cannot_use_is_left_out(
     region: Region, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        selector = select(startup(Unfit, Broken, Far), region)
+        selector = TransportSelector(*usable(startup(Unfit, Broken, Far), region))
     assert selector.names == ["far"]
     assert selector.obstacles("donor", ADDRESS, HERE) == {
         "unfit": "no such device",
@@ -129,9 +129,10 @@ def test_a_better_transport_that_this_host_cannot_use_is_left_out(
 
 
 def test_the_last_transport_must_work(region: Region) -> None:
-    assert select(startup(Unfit), region).names == ["unfit"], "nobody asked for another one"
+    (unfit,), left_out = usable(startup(Unfit), region)
+    assert (unfit.name, left_out) == ("unfit", {}), "nobody asked for another one"
     with pytest.raises(TransportError, match="it burns"):
-        select(startup(Far, Broken), region)
+        usable(startup(Far, Broken), region)
 
 
 SAY = (
