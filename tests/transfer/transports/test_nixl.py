@@ -115,6 +115,17 @@ def test_a_donor_that_is_killed_ends_the_read(
     assert far._memory.agent not in here.transport._agent._users, "its agent is forgotten"
 
 
+def test_a_donor_that_was_killed_while_the_link_was_idle_is_forgotten(
+    here: Side, elsewhere: Remote, far: ConsumerLink
+) -> None:
+    elsewhere.process.kill()
+    elsewhere.process.join()
+    with pytest.raises(LinkError, match="NIXL failed"):
+        [*far.receive(ALL, ALL, unchecked, later())]
+    far.close()
+    assert far._memory.agent not in here.transport._agent._users
+
+
 def test_what_a_donor_says_of_its_memory_is_for_one_consumer(here: Side, there: Side) -> None:
     """Neither a stranger on the wire nor whoever repeats a hello can read it."""
     offer, other = (here.transport.offer(SECRET, later()) for _ in range(2))

@@ -391,11 +391,8 @@ class ConsumerLink(Link):
         here, there = self._agent.scratch.ctypes.data, self._memory.base
         size = min(_SCRATCH_BYTES, self._region.row_bytes)
         word = _word(self._memory.tag, 0)
-        try:
+        with self._noting_failure():
             self._await(self._agent.read(self._memory.agent, [here], [there], size, word), deadline)
-        except LinkError:
-            self._failed = True
-            raise
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
@@ -429,7 +426,8 @@ class ConsumerLink(Link):
         with self._beginning:
             if self._closed:
                 raise LinkError(_CLOSED)
-            handle = self._agent.read(self._memory.agent, ours, theirs, size)
+            with self._noting_failure():
+                handle = self._agent.read(self._memory.agent, ours, theirs, size)
             self._reads.append(_Read([slot for slot, _ in rows], handle))
 
     def _finish_first(self, deadline: float) -> list[int]:
@@ -446,8 +444,14 @@ class ConsumerLink(Link):
             time.sleep(_POLL_SECONDS)
 
     def _is_reading(self, handle: object) -> bool:
-        try:
+        with self._noting_failure():
             return self._agent.is_reading(handle)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """The next link to the donor needs a new connection."""
+        try:
+            yield
         except LinkError:
             self._failed = True
             raise
