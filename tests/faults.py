@@ -417,12 +417,11 @@ class _OrderedLink(_StallingLink):
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         _check_port()
-        half = len(slots) // 2
         if _take(Order.DIE_SENDING):
-            self.link.send(slots[:half], deadline)
+            self._begin_to_send(slots, deadline)
             os.kill(os.getpid(), signal.SIGKILL)
         if _take(Order.STALL):
-            self.link.send(slots[:half], deadline)
+            self._begin_to_send(slots, deadline)
             self._closed.wait(max(0.0, deadline - time.monotonic()) + LATE)
             raise LinkError("stalled until it was closed")
         if _take(Order.TOO_FEW):
@@ -430,15 +429,18 @@ class _OrderedLink(_StallingLink):
         if _take(Order.SLOW):
             self._closed.wait(SLOW)
         if _take(Order.CUT):
-            self.link.send(slots[:half], deadline)
-            self._cut()
-            return self.link.send(slots[half:], deadline)
+            rest = self._begin_to_send(slots, deadline)
+            for descriptor in self._sockets():
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+            return self.link.send(rest, deadline)
         return self.link.send(slots, deadline)
 
-    def _cut(self) -> None:
-        for descriptor in self._sockets():
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+    def _begin_to_send(self, slots: Sequence[int], deadline: float) -> Sequence[int]:
+        """Send half of the rows; returns the rest."""
+        half = len(slots) // 2
+        self.link.send(slots[:half], deadline)
+        return slots[half:]
 
 
 def _check_port() -> None:
@@ -453,18 +455,8 @@ def _unchecked(slot: int) -> None:
 class _OrderedNixlLink(_OrderedLink):
     """Its donor only waits for the consumer, so a fault meets reads that are under way, or none."""
 
-    def send(self, slots: Sequence[int], deadline: float) -> None:
-        _check_port()
-        if _take(Order.DIE_SENDING):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if _take(Order.STALL):
-            self._closed.wait(max(0.0, deadline - time.monotonic()) + LATE)
-            raise LinkError("stalled until it was closed")
-        if _take(Order.SLOW):
-            self._closed.wait(SLOW)
-        if _take(Order.CUT):
-            self._cut()
-        self.link.send(slots, deadline)
+    def _begin_to_send(self, slots: Sequence[int], deadline: float) -> Sequence[int]:
+        return slots
 
 
 class _Ordered(_Faulty):

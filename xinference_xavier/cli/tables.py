@@ -242,7 +242,7 @@ def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> Render
 
 
 def _links(model: Mapping[str, Any]) -> Iterator[str]:
-    """How each replica fetches from each peer, and why not by a better transport."""
+    """A line for each link: its transport, and the reasons against better ones."""
     replicas = model.get("report", {}).get("replicas", ())
     names = {each["incarnation"]: each.get("replica", each["incarnation"]) for each in replicas}
     for incarnation, check in model.get("self_checks", {}).items():

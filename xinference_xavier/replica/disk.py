@@ -212,7 +212,7 @@ class Disk:
         if cancelled is not None:
             raise cancelled
         outcomes = reading.result()
-        if _DAMAGED in outcomes:
+        if _DAMAGED in outcomes and store is self._store:
             outcomes = await self._call(self._look_again, store, outcomes, places)
         reasons = [*map(self._reason, outcomes, places), _NOT_HELD]
         verified = len([*takewhile(lambda reason: reason is None, reasons)])

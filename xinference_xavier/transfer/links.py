@@ -243,7 +243,7 @@ class Receiver:
         return {donor: opened.transport for donor, opened in self._links.items()}
 
     def obstacles(self) -> dict[str, dict[str, str]]:
-        """By donor that we are linked to: why not by a better transport."""
+        """The reasons against better transports, for each donor that we are linked to."""
         obstacles = self._context.selector.obstacles
         return {donor: obstacles(donor, *opened.endpoint) for donor, opened in self._links.items()}
 

@@ -97,7 +97,7 @@ class Transport(ABC):
 
     @classmethod
     def unfit(cls) -> str | None:
-        """Why this host should use the next best transport instead; None if it need not."""
+        """The reason for using the next best transport on this host; None without one."""
         return None
 
     @abstractmethod

@@ -84,8 +84,8 @@ class _Memory(NamedTuple):
 _ANSWER = TypeAdapter(_Memory, config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex"))
 
 
-def _active_port() -> bool:
-    """Whether this host has an RDMA device with a port that is up."""
+def _has_active_port() -> bool:
+    """This host has an RDMA device with a port that is up."""
     states = _DEVICES.glob("*/ports/*/state")
     return any("ACTIVE" in state.read_text() for state in states)
 
@@ -135,7 +135,7 @@ class _Agent:
         self._users: dict[str, int] = {}  # links, by the agent that they read from
         self._broken: set[str] = set()
         self._heard: dict[bytes, int] = {}  # batches that are over, by link
-        if not _active_port():
+        if not _has_active_port():
             arguments = (weakref.ref(self),)
             threading.Thread(target=_serve_reads, args=arguments, name="xavier-nixl").start()
 
@@ -247,7 +247,7 @@ class NixlTransport(Transport):
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             return f"package missing: {', '.join(missing)}"
-        return None if _active_port() else "no active RDMA port"
+        return None if _has_active_port() else "no active RDMA port"
 
     def offer(self, secret: bytes, deadline: float) -> "_Offer":
         return _Offer(self._region, self._agent, secret)
@@ -263,7 +263,7 @@ class NixlTransport(Transport):
 def _ucx(host: str, port_range: tuple[int, int] | None, size: int) -> str:
     """UCX's settings, except for those that the environment has. Raises TransportError if this
     process may not register `size` bytes."""
-    if _active_port():
+    if _has_active_port():
         may_lock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if resource.RLIM_INFINITY != may_lock < size:
             raise TransportError(
@@ -273,8 +273,8 @@ def _ucx(host: str, port_range: tuple[int, int] | None, size: int) -> str:
         settings = {"TLS": "ib"}
     else:
         logger.warning(
-            "no active RDMA port: NIXL goes over TCP, which is slower than Gloo and trusts "
-            "everybody who reaches its port; use it for tests only"
+            "no active RDMA port: NIXL uses TCP, where every host that reaches its port can read "
+            "and write the memory of this process; use it only for tests"
         )
         settings = {"TLS": "tcp"}
         interfaces = psutil.net_if_addrs().items()

@@ -74,7 +74,7 @@ class TransportSelector:
         return possible
 
     def obstacles(self, donor: str, address: str, host: str | None) -> dict[str, str]:
-        """Why each transport that cannot be tried with the donor is not."""
+        """The reasons against transports, for each that cannot be tried with the donor."""
         reasons = {
             transport.name: self._obstacle(transport, donor, address, host)
             for transport in self._transports.values()
