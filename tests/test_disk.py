@@ -288,6 +288,19 @@ def test_a_summary_tells_what_a_store_has(
     assert summary.bytes == 2 * ROW_BYTES
 
 
+def test_a_store_that_is_just_being_made_has_no_rows_yet(tmp_path: Path, folder: Path) -> None:
+    opened(folder, Clock())
+    (folder / "rows").unlink()
+    (summary,) = summaries(tmp_path)
+    assert (summary.folder, summary.rows, summary.bytes) == (folder, 0, 0)
+
+
+def test_a_store_that_is_removed_while_one_looks_is_left_out(tmp_path: Path, folder: Path) -> None:
+    opened(folder, Clock())
+    (folder / "lock").unlink()
+    assert summaries(tmp_path) == []
+
+
 def test_what_nobody_has_used_for_a_week_is_removed(
     tmp_path: Path, folder: Path, store: Store, clock: Clock
 ) -> None:

@@ -324,11 +324,17 @@ class Summary(NamedTuple):
 
 def summaries(parent: Path) -> list[Summary]:
     """The stores below `parent`, the one used last first. Raises OSError."""
-    return sorted(map(_summary, _folders(parent)), key=lambda each: each.used, reverse=True)
+    found = []
+    for folder in _folders(parent):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            found.append(_summary(folder))
+    return sorted(found, key=lambda each: each.used, reverse=True)
 
 
 def _summary(folder: Path) -> Summary:
-    size = (folder / _ROWS).stat().st_blocks * 512
+    size = 0
+    with suppress(FileNotFoundError):  # a replica is just making it
+        size = (folder / _ROWS).stat().st_blocks * 512
     found = Summary(folder, size, _last_use(folder))
     try:
         with closing(_connect(folder)) as connection:

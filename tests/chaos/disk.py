@@ -97,7 +97,10 @@ def _of_files(damage: Callable[[Path, random.Random], None]) -> Kind:
             if not stores:
                 return False
             cluster.damaged_disks += 1
-            damage(stores[0], random.Random(step.number))
+            try:
+                damage(stores[0], random.Random(step.number))
+            except FileNotFoundError:  # a replica begins it anew
+                return False
         return until(lambda: noticed() > before, _EFFECT_TIME)
 
     return inject
