@@ -1,7 +1,8 @@
 """A copy of the index: which replicas hold a chunk, without a call.
 
-The peers that hold a chunk are an integer: each peer has a number, and a set has their bits
-(`PeerSets`). So a lookup, or the search for the holders of a whole prefix, costs almost the same
+The sources that hold a chunk are an integer: each has a number, and a set has their bits
+(`PeerSets`). A source is a peer's pool, named like the peer, or its host's disk, which the peer
+reads from. So a lookup, or the search for the holders of a whole prefix, costs almost the same
 whatever the number of peers. Once a peer has left, its number is reused, so a set that was read
 before may name the wrong peer.
 
@@ -20,16 +21,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
-from itertools import islice
+from itertools import chain, islice
 from struct import iter_unpack
 
 from xinference_xavier.protocol.tracker import (
+    DISK_SUFFIX,
     INITIAL_SETTINGS,
     SHORT_KEY,
     Change,
     Member,
     Update,
     check_update,
+    is_saved,
+    pool_key,
+    replica_of,
 )
 
 MAX_SHARED = 100_000
@@ -40,10 +45,13 @@ class PeerSets:
     def __init__(self) -> None:
         self.version = 0
         """Changes whenever a number is given or freed."""
+        self.disks = 0
+        """The set of the sources that are disks."""
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []  # by number
         self._free: deque[int] = deque()  # numbers of peers that have left
         self._shared: dict[int, int] = {}
+        self._replicas: dict[int, int] = {}  # what `replicas` has answered
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._numbers
@@ -60,6 +68,8 @@ class PeerSets:
     def bit(self, peer: str) -> int:
         """The set of this peer alone, which may be a new one."""
         if peer not in self._numbers:
+            if is_disk := peer.endswith(DISK_SUFFIX):
+                self.bit(replica_of(peer))
             if self._free:
                 number = self._free.popleft()
                 self._names[number] = peer
@@ -67,7 +77,9 @@ class PeerSets:
                 number = len(self._names)
                 self._names.append(peer)
             self._numbers[peer] = number
-            self.version += 1
+            self._changed()
+            if is_disk:
+                self.disks |= 1 << number
         return 1 << self._numbers[peer]
 
     def set_of(self, peers: Iterable[str]) -> int:
@@ -89,6 +101,18 @@ class PeerSets:
             peers ^= 1 << number
         return found
 
+    def replicas(self, sources: int) -> int:
+        """The set of the peers whose pools or disks these are."""
+        if not (disks := sources & self.disks):
+            return sources
+        known = self._replicas  # the writing thread may replace it meanwhile
+        found = known.get(disks)
+        if found is None:
+            found = self.set_of(map(replica_of, self.names(disks)))
+            if len(known) < MAX_SHARED:
+                known[disks] = found
+        return sources & ~disks | found
+
     def shared(self, peers: int) -> int:
         """The same set as one object: with a thousand peers, each takes 160 bytes."""
         if len(self._shared) >= MAX_SHARED:
@@ -98,10 +122,15 @@ class PeerSets:
     def forget(self, peers: Iterable[str]) -> None:
         """They have left, and no set has them any more."""
         gone = self.set_of(peers)
-        self.version += 1
+        self._changed()
+        self.disks &= ~gone
         for peer in peers:
             self._free.append(self._numbers.pop(peer))
         self._shared = {held: held for held in self._shared if not held & gone}
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._replicas = {}
 
 
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
@@ -137,13 +166,13 @@ class Mirror:
     # -- reading ------------------------------------------------------------------------------
 
     def usable_set(self, key: bytes) -> int:
-        """The peers that `key` can be fetched from."""
+        """The sources that `key` can be fetched from."""
         short = key[_SHORT]
         return self._shards[short[0]].get(short, 0) & self._usable
 
     def usable_run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        """The number of leading `keys` that one peer of the set `among` can send, and the set of
-        peers that can send all of them: `among` if the number is 0. Quicker than key by key."""
+        """The number of leading `keys` that one source of the set `among` can send, and the set of
+        sources that can send all of them: `among` if the number is 0. Quicker than key by key."""
         shards, common = self._shards, among & self._usable
         for count, key in enumerate(keys):
             short = key[_SHORT]
@@ -154,9 +183,15 @@ class Mirror:
         return len(keys), common if keys else among
 
     def full_set(self, key: bytes) -> int:
-        """The peers that hold `key`, even if nothing can be fetched from them."""
+        """The peers that hold `key` in a pool or on a disk, even if nothing can be fetched from
+        them."""
         short = key[_SHORT]
-        return self._shards[short[0]].get(short, 0)
+        return self.sets.replicas(self._shards[short[0]].get(short, 0))
+
+    def pool_set(self, key: bytes) -> int:
+        """Like `full_set`, without disks."""
+        short = key[_SHORT]
+        return self._shards[short[0]].get(short, 0) & ~self.sets.disks
 
     def holders(self, key: bytes) -> tuple[str, ...]:
         """`usable_set` by name, for people."""
@@ -166,8 +201,9 @@ class Mirror:
         """The address of a peer's actor; None if it is not a member."""
         return self._members.get(incarnation)
 
-    def is_usable(self, peer: str) -> bool:
-        """Whether chunks of `peer` can be fetched, if it holds any."""
+    def is_usable(self, source: str) -> bool:
+        """Whether chunks of `source` can be fetched, if it holds any."""
+        peer = replica_of(source)
         trusted = self._trusted is None or peer in self._trusted
         return self.enabled and trusted and peer in self.serving
 
@@ -230,10 +266,12 @@ class Mirror:
         for change in update.changes:
             if change.incarnation != self._incarnation:
                 if change.replaces and change.incarnation in listed:
-                    yield from self._remove_all(shards, ~self.sets.bit(change.incarnation))
+                    held = self.sets.set_of(_sources(change.incarnation))
+                    yield from self._remove_all(shards, ~held)
                 listed.add(change.incarnation)
                 yield from self._apply(shards, change, update.key_bytes)
-        if left := self.sets.peers - self._members.keys():
+        left = {each for each in self.sets.peers if replica_of(each) not in self._members}
+        if left:
             yield from self._forget(shards, left)
         old, self._shards = self._shards, shards
         self._set_usable()
@@ -252,17 +290,18 @@ class Mirror:
         self.serving = frozenset(peer.incarnation for peer in peers if peer.serves)
         self.eldest = next(iter(self._roster), "")
 
-    def record_stale(self, key: bytes, incarnation: str, sequence: int) -> None:
-        """Remove an entry: a donor that had published up to `sequence` does not hold `key`.
+    def record_stale(self, key: bytes, source: str, sequence: int) -> None:
+        """Remove an entry: `source` does not hold `key`, and had published up to `sequence`.
 
         Publications up to `sequence` that arrive later do not bring it back, later ones do. If a
         later one has been applied already, it is newer than the answer, and the entry stays.
         """
-        if sequence < self._applied.get(incarnation, 0) or incarnation not in self._members:
+        peer = replica_of(source)
+        if sequence < self._applied.get(peer, 0) or peer not in self._members:
             return
         short = key[_SHORT]
-        self._remove(self._shards, ~self.sets.set_of((incarnation,)), (short,))
-        stale = self._stale.setdefault(incarnation, {})
+        self._remove(self._shards, ~self.sets.set_of((source,)), (short,))
+        stale = self._stale.setdefault(source, {})
         stale[short] = sequence
         if len(stale) > MAX_STALE:
             del stale[next(iter(stale))]
@@ -282,25 +321,24 @@ class Mirror:
 
     def _set_usable(self) -> None:
         usable = self.serving if self._trusted is None else self.serving & self._trusted
-        self._usable = self.sets.set_of(usable) if self.enabled else 0
+        sources = chain.from_iterable(map(_sources, usable))
+        self._usable = self.sets.set_of(sources) if self.enabled else 0
 
     def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[int]:
         incarnation, sequence = change.incarnation, change.sequence
-        bit = self.sets.bit(incarnation)
-        for keys in _pieces(change.removed, key_bytes):
-            self._remove(shards, ~bit, keys)
+        for source, keys in _by_source(incarnation, _pieces(change.removed, key_bytes)):
+            self._remove(shards, ~self.sets.bit(source), keys)
             yield len(keys)
-        stale = self._stale.get(incarnation, {})
-        for keys in _pieces(change.added, key_bytes):
-            if stale:
+        for source, keys in _by_source(incarnation, _pieces(change.added, key_bytes)):
+            if stale := self._stale.get(source):
                 keys = [key for key in keys if stale.get(key, -1) < sequence]
-            self._add(shards, bit, keys)
+            self._add(shards, self.sets.bit(source), keys)
             yield len(keys)
         self._applied[incarnation] = sequence
-        if stale:
-            # Publications arrive in order: older ones than this no longer come.
-            stale = {key: last for key, last in stale.items() if last >= sequence}
-            self._stale[incarnation] = stale
+        for source in _sources(incarnation):
+            if stale := self._stale.get(source):
+                # Publications arrive in order: older ones than this no longer come.
+                self._stale[source] = {key: n for key, n in stale.items() if n >= sequence}
 
     def _add(self, shards: _Shards, bit: int, keys: Iterable[bytes]) -> None:
         wider: dict[int, int] = {}
@@ -366,6 +404,23 @@ def _free_latest(shards: _Shards) -> int:
     """Free the latest two keys of each shard; returns how many. To free all keys at once would take
     long, and shard by shard, all of the memory would go back to the system with the last one."""
     return sum(1 for shard in 2 * shards if shard and shard.popitem())
+
+
+def _sources(incarnation: str) -> tuple[str, str]:
+    return incarnation, incarnation + DISK_SUFFIX
+
+
+def _by_source(
+    incarnation: str, pieces: Iterable[list[bytes]]
+) -> Iterator[tuple[str, list[bytes]]]:
+    """Where the replica has the chunks: in its pool, or on its disk."""
+    for keys in pieces:
+        saved = [pool_key(key) for key in keys if is_saved(key)]
+        if len(saved) < len(keys):
+            pooled = [key for key in keys if not is_saved(key)] if saved else keys
+            yield incarnation, pooled
+        if saved:
+            yield incarnation + DISK_SUFFIX, saved
 
 
 def _pieces(packed: bytes, key_bytes: int) -> Iterator[list[bytes]]:

@@ -167,7 +167,7 @@ def explanation(held: list[bool], tokens: int) -> Explanation:
         {"from": 10 * at, "to": 10 * at + 10, "replicas": {"a": "pool" if here else "none"}}
         for at, here in enumerate(held)
     ]
-    reuse = {"a": {"local_pool": 1234, "remote": 0, "computed": 5}}
+    reuse = {"a": {"local_pool": 1234, "disk": 67, "remote": 0, "computed": 5}}
     raw = {"prompt_tokens": tokens, "chunk_tokens": 10, "chunks": chunks, "reuse": reuse}
     return Explanation.of(raw)
 
@@ -175,7 +175,7 @@ def explanation(held: list[bool], tokens: int) -> Explanation:
 def test_a_prompt_shorter_than_a_chunk_has_no_picture() -> None:
     text = shown(explanation_table(explanation([], 9), {}))
     assert "9 tokens: 0 whole chunks of 10" in text
-    assert text.splitlines()[-1].split() == ["a", "-", "1,234", "0", "5"]
+    assert text.splitlines()[-1].split() == ["a", "-", "1,234", "67", "0", "5"]
 
 
 def test_a_long_prompt_is_drawn_with_several_chunks_per_character() -> None:

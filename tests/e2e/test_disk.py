@@ -1,4 +1,4 @@
-"""A vLLM engine finds on the disk what an engine before it has saved there."""
+"""A vLLM engine finds on the disk what an engine before it has saved there, and so do its peers."""
 
 from __future__ import annotations
 
@@ -14,27 +14,40 @@ pytestmark = pytest.mark.engine
 
 TOKENS = 2000
 CHUNKS = whole_chunks(TOKENS)
-OWN = "own"
+OWN, PEER = "own", "peer"
 
 
-def life(folder: Path) -> Fleet:
-    return Fleet({OWN: Kind(options={"disk": str(folder)})})
+def life(folder: Path, *names: str) -> Fleet:
+    """Engines that each have a disk of their own, as on different hosts."""
+    return Fleet({name: Kind(options={"disk": str(folder / name)}) for name in names})
 
 
-def stats(fleet: Fleet) -> dict[str, Any]:
-    found: dict[str, Any] = fleet.replicas()[OWN]["stats"]
+def stats(fleet: Fleet, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = fleet.replicas()[name]["stats"]
     return found
 
 
-def test_a_prompt_that_was_used_twice_is_not_computed_after_a_restart(tmp_path: Path) -> None:
-    prompt = Prompts().fresh(TOKENS)
-    with life(tmp_path) as fleet:
-        computed = fleet[OWN].answer(prompt)
-        fleet[OWN].answer(prompt)
-        wait_until(lambda: stats(fleet)["disk"]["rows"] >= CHUNKS, "all of it is saved")
-    with life(tmp_path) as fleet:
-        wait_until(lambda: stats(fleet)["disk"]["rows"] >= CHUNKS, "it is there again")
-        answer = fleet[OWN].answer(prompt)
-        assert (answer.tokens, answer.cached) == (computed.tokens, CHUNKS * CHUNK)
-        wait_until(lambda: stats(fleet)["hits"]["disk"] == CHUNKS * CHUNK, "it came from there")
-        assert stats(fleet)["fetches"]["rolled_back"] == {}
+def hits(fleet: Fleet, name: str) -> dict[str, int]:
+    """Of all tokens of the prompt."""
+    wait_until(lambda: sum(stats(fleet, name)["hits"].values()) >= TOKENS, "they are counted")
+    found: dict[str, int] = stats(fleet, name)["hits"]
+    return found
+
+
+def test_prompts_that_were_used_twice_are_not_computed_after_a_restart(tmp_path: Path) -> None:
+    prompts = [Prompts(seed).fresh(TOKENS) for seed in (1, 2)]
+    with life(tmp_path, OWN) as fleet:
+        computed = [fleet[OWN].answer(prompt).tokens for prompt in prompts]
+        for prompt in prompts:
+            fleet[OWN].answer(prompt)
+        wait_until(lambda: stats(fleet, OWN)["disk"]["rows"] >= 2 * CHUNKS, "all of it is saved")
+    with life(tmp_path, OWN, PEER) as fleet:
+        fleet.wait_published(OWN, 2 * CHUNKS)
+        sources = {OWN: "disk", PEER: "remote"}
+        for (name, source), prompt, expected in zip(
+            sources.items(), prompts, computed, strict=True
+        ):
+            answer = fleet[name].answer(prompt)
+            assert (answer.tokens, answer.cached) == (expected, CHUNKS * CHUNK)
+            assert hits(fleet, name)[source] == CHUNKS * CHUNK
+            assert stats(fleet, name)["fetches"]["rolled_back"] == {}

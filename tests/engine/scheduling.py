@@ -82,6 +82,10 @@ class ScriptedTier(Tier):
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
         return self.mirror.usable_run(keys, among)
 
+    @property
+    def peer_disks(self) -> int:
+        return self.mirror.sets.disks
+
     def sources(self, holders: int) -> list[str]:
         return self.mirror.sets.names(holders)
 

@@ -22,11 +22,14 @@ from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import DISK, FetchState
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
+from xinference_xavier.replica import disk as module
 from xinference_xavier.replica.canary import Difference, Sketch
 from xinference_xavier.replica.disk import Disk, DiskState
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import DiskTier
+from xinference_xavier.runtime.aio import spawn
 
 ROW_BYTES = 8192
 ROWS = 16
@@ -91,6 +94,17 @@ class Life:
         right = (np.array_equal(self.region.row(r.slot), content(r.key, ROW_BYTES)) for r in rows)
         return len(rows) == len(keys) and all(right)
 
+    async def offers(self) -> tuple[list[bytes], list[bytes]]:
+        """The next change of what is offered to peers."""
+        seen: list[tuple[list[bytes], list[bytes]]] = []
+
+        def changed() -> bool:
+            seen.append(self.disk.take_changes())
+            return any(seen[-1])
+
+        await self.until(changed)
+        return seen[-1]
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(NEVER):
             while not condition():
@@ -125,6 +139,50 @@ async def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> N
         counts = again.fetcher.counts
         assert counts.fetches.by_transport[DISK].bytes.sum == 5 * ROW_BYTES
         assert counts.rows == 0, "nothing came from a peer"
+
+
+async def test_what_can_be_read_is_offered(tmp_path: Path) -> None:
+    keys = fresh_keys(3)
+    async with life(tmp_path) as replica:
+        assert replica.disk.offered() == []
+        await replica.save(keys)
+        assert await replica.offers() == (keys, [])
+        assert replica.disk.take_changes() == ([], [])
+        replica.disk.reset()
+        assert replica.disk.take_changes() == ([], keys)
+    async with life(tmp_path) as again:
+        assert await again.offers() == (keys, [])
+        assert again.disk.offered() == keys
+
+
+async def test_what_was_away_for_a_moment_is_offered_again(tmp_path: Path) -> None:
+    """A peer that asked meanwhile expects it only after a later publication."""
+    keys = fresh_keys(3)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        assert await replica.offers() == (keys, [])
+        replica.disk.reset()
+        replica.disk.move(replica.namespace.lasting)
+        replica.disk.probed(b"canary", CANARY)
+        await replica.until(lambda: len(replica.disk.index) == 3)
+        await replica.until(lambda: all(replica.disk._changes.values()))
+        assert replica.disk.take_changes() == (keys, [])
+
+
+async def test_of_very_much_a_part_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OFFERED", 3)
+    first, second = fresh_keys(2), fresh_keys(2)
+    async with life(tmp_path, slots=4) as replica:
+        await replica.save(first)
+        assert await replica.offers() == (first, [])
+        await replica.save(second)
+        assert await replica.offers() == (second[:1], [])
+        assert replica.disk.offered() == [first[1], *second], "the latest"
+        last = fresh_keys(2)
+        await replica.save(last)  # in the places of the first
+        assert await replica.offers() == (last[:1], first[1:])
 
 
 async def test_what_was_used_once_is_not_saved(tmp_path: Path) -> None:
@@ -297,17 +355,10 @@ async def test_a_disk_that_hangs_costs_the_deadline(
 ) -> None:
     """Its rows stay in quarantine for as long as they may be written."""
     keys = fresh_keys(2)
-    answers = threading.Event()
     async with life(tmp_path) as replica:
         await replica.save(keys)
         replica.pool.reset()
-        read = Store.read
-
-        def hang(store: Store, slot: int, row: memoryview) -> bool:
-            answers.wait()
-            return read(store, slot, row)
-
-        monkeypatch.setattr(Store, "read", hang)
+        answers = hang_on_reading(monkeypatch)
         rows = replica.pool.reserve(keys).rows
         fetch = PeerFetch(DISK, rows, time.monotonic() + 0.05)
         fetching = replica.fetcher.start(fetch)
@@ -320,6 +371,41 @@ async def test_a_disk_that_hangs_costs_the_deadline(
         answers.set()
         await asyncio.wait({fetching})
         assert replica.pool.counts().quarantined == 0
+
+
+async def test_rows_are_not_free_while_they_are_read_for_somebody_who_has_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would be written when they have other chunks."""
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        replica.pool.reset()
+        answers = hang_on_reading(monkeypatch)
+        deadline = time.monotonic() + NEVER
+        copying = spawn(copy_rows(replica.pool, replica.fetcher, DISK, keys, deadline))
+        await replica.until(lambda: replica.pool.counts().filling == 2)
+        copying.cancel()
+        await asyncio.wait({copying})
+        for _ in range(3):  # what is cancelled with it ends now
+            await asyncio.sleep(0)
+        filling = replica.pool.counts().filling
+        answers.set()
+        assert filling == 2
+        await replica.until(lambda: replica.holds(keys))
+        await replica.until(lambda: replica.pool.counts().pinned == 0)
+
+
+def hang_on_reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until the event is set."""
+    answers, read = threading.Event(), Store.read
+
+    def hang(store: Store, slot: int, row: memoryview) -> bool:
+        answers.wait()
+        return read(store, slot, row)
+
+    monkeypatch.setattr(Store, "read", hang)
+    return answers
 
 
 async def test_a_disk_that_fails_to_read_is_said_and_counted(

@@ -14,7 +14,7 @@ import xoscar as xo
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack, saved_key
 from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, Explainer, self_check
 from xinference_xavier.runtime.addresses import replica_uid
 
@@ -23,7 +23,7 @@ PROMPT = 85
 
 
 def key(place: int, group: int = 0) -> bytes:
-    return bytes([place, group])
+    return bytes([place, 0, 0, 0, group])
 
 
 def explain(
@@ -35,17 +35,17 @@ def explain(
     down: str = "",
     **peers: str,
 ) -> dict[str, Any]:
-    """Each text marks with an "x" which of 8 whole chunks a replica holds; peer `down` does not
-    serve."""
+    """Each text marks which of 8 whole chunks a replica has in its pool ("x") or only on its disk
+    ("d"); peer `down` does not serve."""
     pool, mirror = Pool(20), Mirror("own")
-    for row in pool.reserve([key(place) for place in places(own)]).rows:
+    for row in pool.reserve(keys_at(own, "x")).rows:
         pool.commit(row)
     changes = tuple(
-        Change(name, 1, pack(key(place) for place in places(held)), b"", True)
+        Change(name, 1, pack(keys_at(held, "x") + saved_keys_at(held)), b"", True)
         for name, held in peers.items()
     )
     members = tuple(Member(name, "host:1", name != down) for name in peers)
-    mirror.apply(Update(1, "epoch", True, Settings(1, enabled), 2, members, changes))
+    mirror.apply(Update(1, "epoch", True, Settings(1, enabled), 5, members, changes))
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
     chunked = Chunked(PROMPT, 4096, CHUNK, chunks)
     explainer = Explainer(
@@ -53,43 +53,58 @@ def explain(
         incarnation="own",
         pool=pool,
         mirror=mirror,
+        is_saved=keys_at(own, "d").__contains__,
         min_fetch_tokens=min_fetch_tokens,
     )
     return explainer.explanation(chunked)
 
 
-def places(held: str) -> list[int]:
-    return [place for place, mark in enumerate(held) if mark == "x"]
+def keys_at(held: str, mark: str) -> list[bytes]:
+    return [key(place) for place, each in enumerate(held) if each == mark]
+
+
+def saved_keys_at(held: str) -> list[bytes]:
+    return [saved_key(each) for each in keys_at(held, "d")]
 
 
 @pytest.mark.parametrize(
-    ("own", "peer", "other", "local_pool", "remote"),
+    ("own", "peer", "other", "local_pool", "disk", "remote"),
     [
-        ("--------", "--------", "--------", 0, 0),
-        ("xxx-----", "--------", "--------", 30, 0),
-        ("--------", "xxxx----", "--------", 0, 40),
-        ("xx------", "xxxx----", "--------", 20, 20),
-        ("--------", "xx------", "--xx----", 0, 40),  # from two peers in turn
-        ("--x-----", "xx-x----", "--------", 10, 30),
-        ("--x-----", "xxxx----", "--------", 10, 30),
-        ("--------", "-xxxxxxx", "--------", 0, 0),  # useless without the first chunk
-        ("xxxxxxxx", "xxxxxxxx", "xxxxxxxx", 80, 0),
+        ("--------", "--------", "--------", 0, 0, 0),
+        ("xxx-----", "--------", "--------", 30, 0, 0),
+        ("--------", "xxxx----", "--------", 0, 0, 40),
+        ("xx------", "xxxx----", "--------", 20, 0, 20),
+        ("--------", "xx------", "--xx----", 0, 0, 40),  # from two peers in turn
+        ("--x-----", "xx-x----", "--------", 10, 0, 30),
+        ("--x-----", "xxxx----", "--------", 10, 0, 30),
+        ("--------", "-xxxxxxx", "--------", 0, 0, 0),  # useless without the first chunk
+        ("xxxxxxxx", "xxxxxxxx", "xxxxxxxx", 80, 0, 0),
+        ("xdd-----", "--------", "--------", 10, 20, 0),
+        ("dd------", "xxxx----", "--------", 0, 0, 40),  # more than the disk has
+        ("dddd----", "xxxx----", "--------", 0, 40, 0),  # at a tie
+        ("--------", "xddx----", "--------", 0, 0, 40),
     ],
 )
 def test_reuse_equals_what_lookups_would_find(
-    own: str, peer: str, other: str, local_pool: int, remote: int
+    own: str, peer: str, other: str, local_pool: int, disk: int, remote: int
 ) -> None:
     answer = explain(own, peer=peer, other=other)
     assert answer["reuse"]["own"] == {
         "local_pool": local_pool,
+        "disk": disk,
         "remote": remote,
-        "computed": PROMPT - local_pool - remote,
+        "computed": PROMPT - local_pool - disk - remote,
     }
 
 
 def test_the_peer_s_reuse_is_explained_as_well() -> None:
     answer = explain("xxxx----", peer="xx------")
-    assert answer["reuse"]["peer"] == {"local_pool": 20, "remote": 20, "computed": 45}
+    assert answer["reuse"]["peer"] == {
+        "local_pool": 20,
+        "disk": 0,
+        "remote": 20,
+        "computed": 45,
+    }
 
 
 def test_a_run_too_short_to_be_fetched_is_computed() -> None:
@@ -102,17 +117,22 @@ def test_a_run_too_short_to_be_fetched_is_computed() -> None:
 )
 def test_nothing_comes_from_a_peer_that_cannot_be_asked(without: dict[str, Any]) -> None:
     answer = explain("x-------", peer="xxxx----", **without)
-    assert answer["reuse"]["own"] == {"local_pool": 10, "remote": 0, "computed": 75}
-    assert answer["reuse"]["peer"] == {"local_pool": 40, "remote": 0, "computed": 45}
+    own, peer = answer["reuse"]["own"], answer["reuse"]["peer"]
+    assert own == {"local_pool": 10, "disk": 0, "remote": 0, "computed": 75}
+    assert peer == {"local_pool": 40, "disk": 0, "remote": 0, "computed": 45}
     assert answer["chunks"][1]["replicas"] == {"own": "none", "peer": "pool"}
 
 
+def test_while_sharing_is_off_nothing_is_read_from_the_disk() -> None:
+    assert explain("xddd----", enabled=False)["reuse"]["own"]["disk"] == 0
+
+
 def test_each_chunk_names_its_holders() -> None:
-    answer = explain("x-------", peer="xx------")
+    answer = explain("x-------", peer="xd------")
     assert (answer["prompt_tokens"], answer["chunk_tokens"]) == (PROMPT, CHUNK)
     assert answer["chunks"][:3] == [
         {"from": 0, "to": 10, "replicas": {"own": "pool", "peer": "pool"}},
-        {"from": 10, "to": 20, "replicas": {"own": "none", "peer": "pool"}},
+        {"from": 10, "to": 20, "replicas": {"own": "none", "peer": "disk"}},
         {"from": 20, "to": 30, "replicas": {"own": "none", "peer": "none"}},
     ]
     assert len(answer["chunks"]) == 8

@@ -41,7 +41,7 @@ STATS: dict[str, Any] = {
     "transport": "gloo",
 }
 QUESTION = {"prompt": "What?"}
-REUSE = {"local_pool": 4, "remote": 0, "computed": 1}
+REUSE = {"local_pool": 4, "disk": 0, "remote": 0, "computed": 1}
 CHUNK = {"from": 0, "to": 4, "replicas": {"a": "pool"}}
 NO_PREFIXES = {"prefixes": [], "prefix_states": {}, "prefix_file_failures": 0}
 GUIDE = {

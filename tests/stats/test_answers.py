@@ -19,7 +19,6 @@ def test_an_event_keeps_all_of_its_fields() -> None:
 
 
 def test_holders_of_a_chunk_are_those_of_every_place() -> None:
-    """Today the pool is the only place; there may be others later."""
     raw = {
         "prompt_tokens": 300,
         "chunk_tokens": 128,
@@ -27,14 +26,14 @@ def test_holders_of_a_chunk_are_those_of_every_place() -> None:
             {"from": 0, "to": 128, "replicas": {"a": "pool", "b": "none", "c": "disk"}},
             {"from": 128, "to": 256, "replicas": {}},
         ],
-        "reuse": {"a": {"local_pool": 128, "remote": 0, "computed": 172}},
+        "reuse": {"a": {"local_pool": 128, "disk": 0, "remote": 0, "computed": 172}},
     }
     explanation = Explanation.of(raw)
     assert explanation.chunks == (
         Chunk(0, 128, frozenset("ac")),
         Chunk(128, 256, frozenset()),
     )
-    assert explanation.reuse == {"a": Reuse(128, 0, 172)}
+    assert explanation.reuse == {"a": Reuse(local_pool=128, computed=172)}
     assert (explanation.forecasts, explanation.first) == ({}, ""), "it comes from an older server"
 
 

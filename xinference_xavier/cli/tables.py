@@ -156,14 +156,14 @@ def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableT
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("replica", "holds (■ all, ▪ part, · none)"):
         table.add_column(name)
-    for name in ("local pool", "remote", "computed"):
+    for name in ("local pool", "disk", "remote", "computed"):
         table.add_column(name, justify="right")
     for incarnation, reuse in answer.reuse.items():
         held = [incarnation in chunk.holders for chunk in answer.chunks]
         picture = "".join(
             _mark(held[at : at + per_character]) for at in range(0, len(held), per_character)
         )
-        tokens = (f"{n:,}" for n in (reuse.local_pool, reuse.remote, reuse.computed))
+        tokens = (f"{n:,}" for n in (reuse.local_pool, reuse.disk, reuse.remote, reuse.computed))
         table.add_row(names.get(incarnation, incarnation), picture or "-", *tokens)
     title = (
         f"{answer.prompt_tokens:,} tokens: {len(answer.chunks)} whole chunks of "

@@ -85,16 +85,16 @@ class DonorSelection:
         busy: Mapping[str, int],
         is_coming: _IsComing,
         now: float,
-        without: Sequence[str] = (),
+        without: int = 0,
     ) -> FetchPlan | None:
         """Choose donors and keys for the longest hit that can be complete by `deadline`.
 
         `busy` counts the pending fetches by donor, and `is_coming` tells which chunks they bring.
-        If the missing chunks are nowhere, or not worth a fetch: a probe, or None. `without` are
-        sources that are too slow.
+        If the missing chunks are nowhere, or not worth a fetch: a probe, or None. `without` is the
+        set of sources that are too slow.
         """
         groups = self._sorted_groups(request)
-        eligible = ~self._tier.set_of([*self._cost_model.left_out(), *request.failed, *without])
+        eligible = ~(self._tier.set_of([*self._cost_model.left_out(), *request.failed]) | without)
         reach = self._reach(request, groups, eligible, is_coming)
         donors = self._ranked(reach.holders, len(reach.keys), busy, now) if reach else []
         if self.adaptive and donors:
@@ -106,8 +106,9 @@ class DonorSelection:
             return self._probe(groups, now)
         start, end, _, keys, _ = reach
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
-        if DISK in donors and not fast:  # it may have more than peers that are faster
-            return self.plan(request, deadline, busy, is_coming, now, without=(DISK,))
+        disks = self._tier.set_of((DISK,)) | self._tier.peer_disks
+        if not fast and self._tier.set_of(donors) & disks:  # they may have more than faster ones
+            return self.plan(request, deadline, busy, is_coming, now, without=disks)
         if donors and not fast:
             self._cost_model.decisions.computed += not request.counted.computes
             request.counted.computes = True
@@ -141,7 +142,8 @@ class DonorSelection:
 
     def _ranked(self, holders: int, rows: int, busy: Mapping[str, int], now: float) -> list[str]:
         """Donors to choose from: the fastest first; among equals the least busy, then any, to
-        spread the load."""
+        spread the load. Disks of peers only if nobody else has the chunks."""
+        holders = holders & ~self._tier.peer_disks or holders
         measured = self._tier.sources(holders & self._tier.set_of(self._cost_model.measured(now)))
         donors = measured
         if len(measured) < _ENOUGH:

@@ -29,7 +29,7 @@ from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.pool.tier import Claim, Fetch, Tier
 from xinference_xavier.protocol.load import mark_of
-from xinference_xavier.protocol.tracker import GROUP
+from xinference_xavier.protocol.tracker import GROUP, replica_of
 from xinference_xavier.stats.schema import WaitCounts
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
@@ -228,7 +228,7 @@ class TierLookup:
             for part, donor in enumerate(plan.donors[:parts]):
                 share = rows[handed_over : len(rows) * (part + 1) // parts]
                 for row in share:
-                    row.origin = row.replicated_from = donor
+                    row.origin, row.replicated_from = replica_of(donor), donor
                 deadline = min(latest, now + self._cost_model.patience(donor, len(share), now))
                 handed_over += len(share)
                 fetch = self._tier.submit_load(donor, share, deadline, request.trace_headers)

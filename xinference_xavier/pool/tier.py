@@ -86,6 +86,12 @@ class Tier(ABC):
         return len(keys), common
 
     @property
+    def peer_disks(self) -> int:
+        """The sources that are disks of peers: slower than any other, and only asked for what no
+        other has."""
+        return 0
+
+    @property
     @abstractmethod
     def ready(self) -> bool:
         """Whether `holders` and `submit_load` may be used."""

@@ -57,6 +57,8 @@ READERS = 4
 """Threads that read."""
 REMEMBERED = 4
 """Chunks that were used once, for each row of the pool."""
+MAX_OFFERED = 100_000
+"""Chunks that peers are told of: the tracker lists so many for each replica, beside its pool's."""
 _MAX_WAITING = 1024  # rows to be read
 _SHARE = 10  # the file system is so many times as large as the store, by default
 
@@ -101,6 +103,8 @@ class Disk:
         self._sketches: dict[str, Sketch] = {}  # by canary
         self._once: OrderedDict[bytes, None] = OrderedDict()  # chunks that one request had
         self._wanted: dict[bytes, None] = {}  # to be saved
+        self._offered: set[bytes] = set()
+        self._changes: dict[bytes, bool] = {}  # of what can be read
         self._touched: set[bytes] = set()
         self._void: list[tuple[bytes, int]] = []
         self._open_at = self._save_at = self._clean_up_at = 0.0
@@ -172,6 +176,28 @@ class Disk:
         self.move(None)
         self._thread.shutdown()
         self._readers.shutdown()
+
+    # -- offered to peers -----------------------------------------------------------------------
+
+    def offered(self) -> list[bytes]:
+        """All chunks to offer from now on: what can be read, of very much the latest."""
+        latest = [*self.index][-MAX_OFFERED:]
+        self._changes, self._offered = {}, set(latest)
+        return latest
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """The chunks that are offered now, and those that no longer are, since the last call of
+        this or of `offered`. One that was away in between is among the former: peers may have
+        noticed."""
+        changes, self._changes = self._changes, {}
+        lost = [key for key, held in changes.items() if not held and key in self._offered]
+        self._offered.difference_update(lost)
+        new = []
+        for key, held in changes.items():
+            if held and (key in self._offered or len(self._offered) < MAX_OFFERED):
+                self._offered.add(key)
+                new.append(key)
+        return new, lost
 
     def report(self) -> DiskStats:
         return replace(self.stats, state=self.state.value, rows=len(self.index))
@@ -279,9 +305,11 @@ class Disk:
         void, self._void = self._void, []
         rows = self._pinned() if self._saves else []
         try:
-            failure = await self._call(self._update, store, touched, void, rows)
+            failure, changes = await self._call(self._update, store, touched, void, rows)
         finally:
             self._pool.unpin(rows)
+        if store is self._store:
+            self._changes.update(changes)
         if failure is not None:  # it may be full, and be read all the same
             self._failed(failure)
             self._save_at = time.monotonic() + _RETRY
@@ -325,6 +353,7 @@ class Disk:
         """Calls to the store that are under way go on."""
         if self._store is not None:
             self._thread.submit(self._store.close)
+        self._changes.update(dict.fromkeys([*self.index], False))
         self.index, self._store = {}, None
         self._touched.clear()
         self._void.clear()
@@ -381,15 +410,15 @@ class Disk:
         touched: Iterable[bytes],
         void: Sequence[tuple[bytes, int]],
         rows: Sequence[Row],
-    ) -> OSError | None:
-        """Returns why not all rows could be written."""
+    ) -> tuple[OSError | None, dict[bytes, bool]]:
+        """Returns why not all rows could be written, and how the index changed."""
         if touched:
             store.touch(touched)
         if void:
             store.remove(void)
         failure = self._save(store, rows) if rows else None
         store.refresh()
-        return failure
+        return failure, store.take_changes()
 
     def _save(self, store: Store, rows: Sequence[Row]) -> OSError | None:
         written, failure = [], None

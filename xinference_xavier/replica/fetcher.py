@@ -26,6 +26,7 @@ from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import DISK, Fetch, FetchState
+from xinference_xavier.protocol.tracker import replica_of, saved_key
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
@@ -81,10 +82,15 @@ _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the ro
 
 @dataclass(eq=False)
 class PeerFetch(Fetch):
-    """A fetch from a peer's pool; `source` is the donor's incarnation. It has a span once it has
-    been started."""
+    """A fetch from a peer's pool or disk, or from the host's. It has a span once it has been
+    started."""
 
     span: FetchSpan = field(init=False, repr=False)
+
+    @property
+    def donor(self) -> str:
+        """The incarnation of the peer."""
+        return replica_of(self.source)
 
 
 @dataclass
@@ -135,7 +141,7 @@ class Fetcher:
     def start(self, fetch: PeerFetch) -> asyncio.Future[None]:
         """The future is done when the fetch has ended."""
         self.counts.fetches.started += 1
-        self.counts.in_flight[fetch.source] += len(fetch.rows)
+        self.counts.in_flight[fetch.donor] += len(fetch.rows)
         self._mirror.used(row.key for row in fetch.rows)
         fetch.span = FetchSpan(fetch.trace_headers)
         return spawn(self._run(fetch))
@@ -161,7 +167,7 @@ class Fetcher:
                     grant = await self._grant(fetch)
                     fetch.span.add_event("granted", chunks=len(grant.checksums))
                     if grant.grant_id:
-                        scope.undo(self._release, fetch.source, grant.grant_id)
+                        scope.undo(self._release, fetch.donor, grant.grant_id)
                     self._record_missing(fetch, grant)
                     if not grant.grant_id:
                         raise GrantRefusedError("not held")
@@ -170,21 +176,21 @@ class Fetcher:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
             if reason == "not compared":
-                self._canary.doubt(fetch.source)
+                self._canary.doubt(fetch.donor)
         except TimeoutError:
-            self._donors.pop(fetch.source, None)
+            self._donors.pop(fetch.donor, None)
             reason = "timeout"
         except (XavierError, *UNREACHABLE) as error:
-            self._donors.pop(fetch.source, None)
+            self._donors.pop(fetch.donor, None)
             self._conditions.warn(
-                fetch.source, "fetch failed: donor=%s error=%r", fetch.source, error
+                fetch.donor, "fetch failed: donor=%s error=%r", fetch.donor, error
             )
             reason = "donor unreachable"
         except Exception:  # the request must not wait for a fetch that is over
             self._conditions.warn(
                 "error",
                 "fetch failed: donor=%s",
-                fetch.source,
+                fetch.donor,
                 level=logging.ERROR,
                 exc_info=True,
             )
@@ -193,27 +199,28 @@ class Fetcher:
             self._finish(fetch, reason)
 
     async def _grant(self, fetch: PeerFetch) -> Grant:
-        if not self._canary.trusts(fetch.source):
+        if not self._canary.trusts(fetch.donor):
             raise GrantRefusedError("not compared")
+        keys = (row.key for row in fetch.rows)
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,
             self._incarnation,
-            tuple(row.key for row in fetch.rows),
+            tuple(keys if fetch.source == fetch.donor else map(saved_key, keys)),
         )
         donor = await self._donor(fetch)
         granted = await within(fetch.deadline - time.monotonic(), donor.grant(request))
         return check_grant(granted, len(fetch.rows))
 
     async def _donor(self, fetch: PeerFetch) -> xoscar.ActorRefType:
-        donor = self._donors.get(fetch.source)
+        donor = self._donors.get(fetch.donor)
         if donor is None:
-            address = self._mirror.address(fetch.source)
+            address = self._mirror.address(fetch.donor)
             if address is None:
                 raise GrantRefusedError("donor gone")
-            finding = xoscar.actor_ref(address, replica_uid(fetch.source))
+            finding = xoscar.actor_ref(address, replica_uid(fetch.donor))
             donor = await within(fetch.deadline - time.monotonic(), finding)
-            self._donors[fetch.source] = donor
+            self._donors[fetch.donor] = donor
         return donor
 
     def _record_missing(self, fetch: PeerFetch, grant: Grant) -> None:
@@ -235,7 +242,7 @@ class Fetcher:
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
-            fetch.source,
+            fetch.donor,
             grant.address,
             grant.host,
             grant.ticket,
@@ -244,7 +251,7 @@ class Fetcher:
             tuple(row.slot for row in rows),
             max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
         )
-        fetch.transport = self._transports.get(fetch.source, "")
+        fetch.transport = self._transports.get(fetch.donor, "")
         return await self._receive(fetch, grant.checksums, self._process.pull(order), parts)
 
     async def _receive(
@@ -266,11 +273,11 @@ class Fetcher:
         result = await pulling
         if result.transport is not None:
             fetch.transport = result.transport
-            if fetch.source in self._donors:
-                self._transports[fetch.source] = result.transport
+            if fetch.donor in self._donors:
+                self._transports[fetch.donor] = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
-        if fetch.source in self._canary.differing or parts != self._namespace.parts:
+        if fetch.donor in self._canary.differing or parts != self._namespace.parts:
             raise GrantRefusedError("not compared")
         reason = self._commit(fetch, checksums, result)
         if len(fetch.committed) == len(fetch.rows):
@@ -284,8 +291,8 @@ class Fetcher:
         ]
         if fetch.source != DISK:
             self.counts.rows += len(fetch.committed)
-        if fetch.source in self._donors:
-            self.counts.received[fetch.source] += len(fetch.committed)
+        if fetch.donor in self._donors:
+            self.counts.received[fetch.donor] += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
             return "reset"
@@ -294,9 +301,9 @@ class Fetcher:
     def _finish(self, fetch: PeerFetch, reason: str | None) -> None:
         if fetch.state is not FetchState.PENDING:
             return
-        self.counts.in_flight[fetch.source] -= len(fetch.rows)
-        if not self.counts.in_flight[fetch.source]:
-            del self.counts.in_flight[fetch.source]
+        self.counts.in_flight[fetch.donor] -= len(fetch.rows)
+        if not self.counts.in_flight[fetch.donor]:
+            del self.counts.in_flight[fetch.donor]
         fetch.reason = reason
         fetch.seconds = time.monotonic() - fetch.began
         self._measure(fetch)
@@ -317,7 +324,7 @@ class Fetcher:
         fetch.span.end(
             fetch.reason,
             replica=self._incarnation,
-            donor=fetch.source,
+            donor=fetch.donor,
             transport=fetch.transport,
             outcome=COMMITTED if fetch.reason is None else ROLLED_BACK,
             chunks=len(fetch.rows),

@@ -36,7 +36,7 @@ from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import ask, remaining, spawn
+from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.validate import check_count, check_identifier, check_seconds
 from xinference_xavier.stats.schema import WarmJoinStats
@@ -189,7 +189,19 @@ async def copy_rows(
     patience: float = 0.0,
 ) -> int:
     """Fetch the chunks of `keys` that the pool lacks, in order, into free rows; returns how many
-    arrived. Ends when no row has been free for `patience` seconds."""
+    arrived. Ends when no row has been free for `patience` seconds. If the caller is cancelled, it
+    goes on: rows may be written until their fetch has ended."""
+    return await finishing(_copy_rows(pool, fetcher, donor, keys, deadline, patience))
+
+
+async def _copy_rows(
+    pool: Pool,
+    fetcher: Fetcher,
+    donor: str,
+    keys: list[bytes],
+    deadline: float,
+    patience: float,
+) -> int:
     arrived: list[Row] = []
     patient = time.monotonic() + patience
     try:

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xinference_xavier.config import XavierConfig
@@ -50,12 +50,15 @@ class Explainer:
         incarnation: str,
         pool: Pool,
         mirror: Mirror,
+        is_saved: Callable[[bytes], bool],
         min_fetch_tokens: int,
     ) -> None:
+        """`is_saved` tells which chunks are on the host's disk."""
         self._chunker = chunker
         self._incarnation = incarnation
         self._pool = pool
         self._mirror = mirror
+        self._is_saved = is_saved
         self._min_fetch_tokens = min_fetch_tokens
         self._asked = asyncio.Lock()
 
@@ -67,16 +70,18 @@ class Explainer:
         return self.explanation(chunked)
 
     def explanation(self, chunked: Chunked) -> dict[str, Any]:
-        """JSON-able. `reuse` has each replica's tokens: in its pool, from peers, computed."""
-        held = {self._incarnation: [all(map(self._pool.lookup, keys)) for keys in chunked.chunks]}
+        """JSON-able. `reuse` has each replica's tokens: in its pool, on its disk, from peers,
+        computed."""
+        held = {self._incarnation: [self._own_place(keys) for keys in chunked.chunks]}
         holders = [
-            functools.reduce(operator.and_, map(self._mirror.full_set, keys))
+            (_common(self._mirror.pool_set, keys), _common(self._mirror.full_set, keys))
             for keys in chunked.chunks
         ]
         for peer in sorted(self._mirror.peers):
             bit = self._mirror.sets.set_of((peer,))
-            held[peer] = [bool(peers & bit) for peers in holders]
-        donors = self._mirror.serving | {self._incarnation} if self._mirror.enabled else frozenset()
+            held[peer] = [_place(pool & bit, anywhere & bit) for pool, anywhere in holders]
+        enabled = self._mirror.enabled
+        donors = self._mirror.serving | {self._incarnation} if enabled else frozenset()
         min_chunks = max(1, -(-self._min_fetch_tokens // chunked.chunk_tokens))
         size = chunked.chunk_tokens
         return {
@@ -87,51 +92,72 @@ class Explainer:
                 {
                     "from": place * size,
                     "to": (place + 1) * size,
-                    "replicas": {
-                        replica: "pool" if chunks[place] else "none"
-                        for replica, chunks in held.items()
-                    },
+                    "replicas": {replica: chunks[place] for replica, chunks in held.items()},
                 }
                 for place in range(len(chunked.chunks))
             ],
             "reuse": {
-                replica: _reuse(replica, held, donors - {replica}, min_chunks, chunked)
+                replica: _reuse(replica, held, donors - {replica}, enabled, min_chunks, chunked)
                 for replica in held
             },
         }
 
+    def _own_place(self, keys: Sequence[bytes]) -> str:
+        missing = [key for key in keys if self._pool.lookup(key) is None]
+        return _place(not missing, all(map(self._is_saved, missing)))
+
+
+_POOL, _DISK, _NOWHERE = "pool", "disk", "none"
+
+
+def _place(in_pool: object, anywhere: object) -> str:
+    return _POOL if in_pool else _DISK if anywhere else _NOWHERE
+
+
+def _common(holders: Callable[[bytes], int], keys: Sequence[bytes]) -> int:
+    return functools.reduce(operator.and_, map(holders, keys))
+
 
 def _reuse(
     replica: str,
-    held: dict[str, list[bool]],
+    held: dict[str, list[str]],
     donors: frozenset[str],
+    reads_disk: bool,
     min_chunks: int,
     chunked: Chunked,
 ) -> dict[str, int]:
-    """Walk through the chunks as the scheduler would: the own pool's run, one donor's run, …"""
+    """Walk through the chunks as the scheduler would: the own pool's run, then the longest run of
+    the own disk or of one donor, …"""
     own = held[replica]
     others = [held[donor] for donor in donors]
-    place = from_pool = from_peers = 0
+    place = from_pool = from_disk = from_peers = 0
     while place < len(own):
-        if own[place]:
+        if own[place] == _POOL:
             place, from_pool = place + 1, from_pool + 1
             continue
-        wanted = _run(own, place, False)
-        fetched = min(wanted, max((_run(chunks, place, True) for chunks in others), default=0))
-        if fetched < min_chunks:
+        wanted = _run(own, place, {_DISK, _NOWHERE})
+        saved = _run(own, place, {_DISK}) if reads_disk else 0
+        fetched = max((_run(chunks, place, {_POOL, _DISK}) for chunks in others), default=0)
+        found = min(wanted, max(saved, fetched))
+        if found < min_chunks:
             break
-        place, from_peers = place + fetched, from_peers + fetched
+        place += found
+        if saved >= found:
+            from_disk += found
+        else:
+            from_peers += found
     size = chunked.chunk_tokens
     return {
         "local_pool": from_pool * size,
+        "disk": from_disk * size,
         "remote": from_peers * size,
-        "computed": chunked.prompt_tokens - (from_pool + from_peers) * size,
+        "computed": chunked.prompt_tokens - (from_pool + from_disk + from_peers) * size,
     }
 
 
-def _run(chunks: list[bool], start: int, value: bool) -> int:
-    """The number of chunks from `start` on that are all `value`."""
-    return sum(1 for _ in itertools.takewhile(value.__eq__, chunks[start:]))
+def _run(chunks: list[str], start: int, places: Collection[str]) -> int:
+    """The number of chunks from `start` on that are all at one of these places."""
+    return sum(1 for _ in itertools.takewhile(places.__contains__, chunks[start:]))
 
 
 PROBE_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open

@@ -167,6 +167,10 @@ class PeerTier(Tier):
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
         return self.mirror.usable_run(keys, among)
 
+    @property
+    def peer_disks(self) -> int:
+        return self.mirror.sets.disks
+
     def sources(self, holders: int) -> list[str]:
         return self.mirror.sets.names(holders)
 
@@ -249,6 +253,10 @@ class DiskTier(PeerTier):
         if max(count, saved) == 0:
             return 0, among
         return max(count, saved), (peers << 1) * (count >= saved) | (saved >= count)
+
+    @property
+    def peer_disks(self) -> int:
+        return super().peer_disks << 1
 
     def sources(self, holders: int) -> list[str]:
         return self.mirror.sets.names(holders >> 1) + [DISK] * (holders & 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -25,14 +25,21 @@ from xinference_xavier.errors import NotSharing
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.load import Drain, Load, ScheduledPrompt
-from xinference_xavier.protocol.tracker import replica_name
+from xinference_xavier.protocol.tracker import replica_name, saved_key
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch, take_result
 from xinference_xavier.replica.disk import Disk
-from xinference_xavier.replica.donor import Checksums, Donor
+from xinference_xavier.replica.donor import Checksums, Donor, pool_keys
 from xinference_xavier.replica.fetcher import Fetcher
-from xinference_xavier.replica.hot_chunks import HandOver, Prompt, RecentPrompts, WarmJoin
+from xinference_xavier.replica.hot_chunks import (
+    HandOver,
+    Prompt,
+    RecentPrompts,
+    WarmJoin,
+    copy_rows,
+)
 from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -46,7 +53,7 @@ from xinference_xavier.replica.reports import (
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import LoopThread, Rollback, spawn
+from xinference_xavier.runtime.aio import LoopThread, Rollback, finishing, spawn
 from xinference_xavier.runtime.net import check_range, listen, own_host
 
 logger = logging.getLogger(__name__)
@@ -181,7 +188,7 @@ class Replica:
             key_bytes=key_bytes,
             locate=TrackerLocation(config).find,
             mirror=self.mirror,
-            holdings=partial(shared_keys, self._pool),
+            holdings=self._holdings,
             stats=self.stats,
             load_reporter=LoadReporter(engine, ready=lambda: self.warm_join.wait()),
             on_members=lambda members: self._departures.members_changed(members),
@@ -226,7 +233,7 @@ class Replica:
             can_fetch=lambda: bool(self.mirror.epoch) and self._process.ready,
         )
         # A grant outlives the fetch that asked for it.
-        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
+        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout, self._is_saved)
         self._checksums = Checksums(region, self._pool, self._offer)
         self._departures = Departures(self._process, self._fetcher, self.donor, self.canary)
         self.kept = KeptPrefixes(
@@ -246,6 +253,7 @@ class Replica:
             incarnation=incarnation,
             pool=self._pool,
             mirror=self.mirror,
+            is_saved=self._is_saved,
             min_fetch_tokens=config.least_fetch_tokens,
         )
         self._background = Background(
@@ -316,6 +324,20 @@ class Replica:
             if isinstance(result, Exception):
                 logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
 
+    def _holdings(self) -> Iterable[bytes]:
+        saved = [] if self._disk is None else self._disk.offered()
+        return chain(shared_keys(self._pool), map(saved_key, saved))
+
+    def _is_saved(self, key: bytes) -> bool:
+        return self._disk is not None and key in self._disk.index
+
+    def _publish_saved(self) -> None:
+        if self._disk is not None:
+            new, lost = self._disk.take_changes()
+            self._client.publisher.enqueue(map(saved_key, lost), held=False)
+            if new:
+                self._client.publisher.enqueue(map(saved_key, new), held=True)
+
     def _offer(self, keys: list[bytes]) -> None:
         """The engine computed these chunks, and they may be shared from now on."""
         self._client.publisher.enqueue(keys, held=True)
@@ -332,6 +354,7 @@ class Replica:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
             self._background.withdraw_evicted()
+            self._publish_saved()
             self._client.publisher.flush()
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
@@ -362,22 +385,33 @@ class Replica:
 
     # -- asked by peers and the tracker -------------------------------------------------------
 
-    def grant(self, request: GrantRequest) -> Grant:
+    async def grant(self, request: GrantRequest) -> Grant:
         """Raises GrantRefusedError, LinkError."""
+        grant = self._grant(request)
+        keys, held = pool_keys(request), len(grant.checksums)
+        if keys != request.keys and held < len(keys):
+            deadline = time.monotonic() + self._config.fetch_timeout
+            try:
+                await copy_rows(self._pool, self._fetcher, DISK, [*keys[held:]], deadline)
+            finally:
+                self.donor.grants.release(grant.grant_id)
+            grant = self._grant(request)
+        if self._disk is not None:
+            self._disk.used(keys[: len(grant.checksums)])
+        return grant
+
+    def _grant(self, request: GrantRequest) -> Grant:
         shares = self.tier.sharing and self.mirror.enabled
-        grant = self.donor.grant(
+        return self.donor.grant(
             request,
             namespace=self._namespace.current if shares else None,
             sequence=self._client.publisher.last_sequence,
             trusts=self.canary.trusts,
         )
-        if self._disk is not None:
-            self._disk.used(request.keys[: len(grant.checksums)])
-        return grant
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""
-        return await self._namespace.rejoin(version)
+        return await finishing(self._namespace.rejoin(version))
 
     def flush(self, donor: str | None = None) -> int:
         """Forget all READY chunks, or those from `donor`; returns how many. vLLM's prefix cache

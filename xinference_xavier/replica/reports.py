@@ -36,7 +36,13 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
-from xinference_xavier.protocol.tracker import MAX_REPORTED, NotMemberError, Outcome, pack
+from xinference_xavier.protocol.tracker import (
+    MAX_REPORTED,
+    NotMemberError,
+    Outcome,
+    pack,
+    replica_of,
+)
 from xinference_xavier.replica.canary import Canary, Difference
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Donor
@@ -282,7 +288,7 @@ class EventReporter:
             FetchRolledBack(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
-                donor=fetch.source,
+                donor=replica_of(fetch.source),
                 reason=reason,
                 rows=len(fetch.rows),
                 committed=len(fetch.committed),

@@ -75,6 +75,12 @@ def spawn(work: Awaitable[Any]) -> asyncio.Future[Any]:
     return task
 
 
+async def finishing(work: Awaitable[T]) -> T:
+    """What `work` returns. If the caller is cancelled, as xoscar does with a call whose caller has
+    given up, `work` goes on to its end."""
+    return await asyncio.shield(spawn(work))
+
+
 def retrieve(task: asyncio.Future[Any]) -> None:
     """Done callback that keeps asyncio from reporting an exception that nobody retrieved."""
     if not task.cancelled():

@@ -142,8 +142,8 @@ class PlacedChunk(_Answer):
     """Token at which it begins."""
     end: int = Field(alias="to")
     """Token before which it ends."""
-    replicas: dict[str, Literal["pool", "none"]]
-    """Whether a replica's pool holds it, by incarnation."""
+    replicas: dict[str, Literal["pool", "disk", "none"]]
+    """Where a replica has it, by incarnation."""
 
 
 class Seconds(_Answer):

@@ -34,10 +34,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Tokens of a prompt that a replica would get from its `local_pool`, from a peer (`remote`), or
-    that it would have `computed`."""
+    """Tokens of a prompt that a replica would get from its `local_pool`, from its host's `disk`,
+    from a peer (`remote`), or that it would have `computed`."""
 
     local_pool: int = 0
+    disk: int = 0
     remote: int = 0
     computed: int = 0
 

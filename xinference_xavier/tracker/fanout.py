@@ -106,11 +106,12 @@ async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) 
     """Where a prompt's chunks are. Each group is a namespace; one member answers for all of it.
 
         {"prompt_tokens": …, "chunk_tokens": …,
-         "chunks": [{"from": token, "to": token, "replicas": {incarnation: "pool" or "none"}}, …],
-         "reuse": {incarnation: {"local_pool": tokens, "remote": tokens, "computed": tokens}}}
+         "chunks": [{"from": token, "to": token, "replicas": {incarnation: place}}, …],
+         "reuse": {incarnation: {"local_pool": tokens, "disk": tokens, "remote": tokens,
+                                 "computed": tokens}}}
 
-    If namespaces cut a prompt into different chunks, `chunks` are those of the first that answered.
-    Raises ExplainError if no replica can answer.
+    A place is "pool", "disk" or "none". If namespaces cut a prompt into different chunks, `chunks`
+    are those of the first that answered. Raises ExplainError if no replica can answer.
     """
     answers = await asyncio.gather(*(_explain(members, question) for members in groups))
     good = [answer for answer in answers if isinstance(answer, dict)]

@@ -497,7 +497,12 @@ def test_a_lost_text_is_seen_to_come_back(page: Any, stage: Stage) -> None:
 
 
 def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
-    """Three chunks and a part; `held` names the replicas that hold each chunk."""
+    """Three chunks and a part; `held` names the replicas that hold each chunk, in capitals if on
+    their disks."""
+
+    def place(name: str, names: str) -> str:
+        return "pool" if name in names else "disk" if name.upper() in names else "none"
+
     return {
         "prompt_tokens": tokens,
         "chunk_tokens": 128,
@@ -505,22 +510,20 @@ def explained(*held: str, tokens: int = 3 * 128 + 50) -> dict[str, Any]:
             {
                 "from": number * 128,
                 "to": (number + 1) * 128,
-                "replicas": {
-                    who: "pool" if name in names else "none" for who, name in ((A, "a"), (B, "b"))
-                },
+                "replicas": {A: place("a", names), B: place("b", names)},
             }
             for number, names in enumerate(held)
         ],
         "reuse": {
-            A: {"local_pool": 256, "remote": 0, "computed": tokens - 256},
-            B: {"local_pool": 128, "remote": 128, "computed": tokens - 256},
+            A: {"local_pool": 128, "disk": 128, "remote": 0, "computed": tokens - 256},
+            B: {"local_pool": 128, "disk": 0, "remote": 128, "computed": tokens - 256},
         },
     }
 
 
 def test_explaining_a_prompt_by_keyboard(page: Any, stage: Stage) -> None:
     stage.share(two())
-    stage.explanation = explained("ab", "a", "")
+    stage.explanation = explained("ab", "A", "")
     browser = page()
     browser.run("arguments[0].focus()", browser.find("#explain-text"))
     keys = ActionChains(browser.driver)
@@ -529,14 +532,16 @@ def test_explaining_a_prompt_by_keyboard(page: Any, stage: Stage) -> None:
     browser.wait_text("#explained", sentence)
     message = {"role": "user", "content": "What is\nthis?"}
     assert stage.posted == [("/v1/xavier/m/explain", {"messages": [message]})]
-    assert rows(browser, "reuse") == ["m-0 2 of 3", "256 0 178", "m-1 1 of 3", "128 128 178"]
+    assert rows(browser, "reuse") == ["m-0 2 of 3", "128 128 0 178", "m-1 1 of 3", "128 0 128 178"]
     assert browser.run("return document.getElementById('said').textContent") == sentence
     assert browser.run("return document.activeElement.id") == "explain-ask"
     widths = browser.run(
         "return [...document.querySelectorAll('#reuse tr:first-child .split span')]"
         ".map((span) => [span.className, span.style.width])"
     )
-    assert widths == [["local_pool", "58.99%"], ["", "29.49%"]], "the picture is to scale"
+    assert widths == [["local_pool", "29.49%"], ["disk", "29.49%"], ["", "29.49%"]], (
+        "the picture is to scale"
+    )
 
 
 def test_a_plain_prompt(page: Any, stage: Stage) -> None:

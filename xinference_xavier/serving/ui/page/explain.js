@@ -63,7 +63,9 @@ function foundIn({ prompt_tokens: tokens, chunk_tokens: size, chunks }) {
   const text = language.words;
   const all = count(chunks.length);
   if (chunks.length === 0) return fill(text.tooShort, { tokens: count(tokens), size: count(size) });
-  const held = chunks.filter(({ replicas }) => Object.values(replicas).includes("pool")).length;
+  const held = chunks.filter(({ replicas }) =>
+    Object.values(replicas).some((where) => where !== "none"),
+  ).length;
   return held === 0
     ? fill(text.heldNowhere, { all })
     : fill(text.held, { some: count(held), all, size: count(size) });
@@ -127,6 +129,7 @@ function answerView(report, answer) {
       h("th", { scope: "row" }, nameOf(report, incarnation)),
       cell(chunksView(answer, incarnation), false),
       cell(count(reuse.local_pool)),
+      cell(count(reuse.disk)),
       cell(count(reuse.remote)),
       cell(count(reuse.computed)),
     ),
@@ -139,6 +142,7 @@ function answerView(report, answer) {
         [text.replica],
         [text.chunksHeld],
         [text.local_pool, true],
+        [text.disk, true],
         [text.remote, true],
         [text.computed, true],
       ],
@@ -149,25 +153,31 @@ function answerView(report, answer) {
   ];
 }
 
+/** The colours of where a replica has a chunk. */
+const SOURCES = new Map([
+  ["pool", "local_pool"],
+  ["disk", "disk"],
+]);
+
 /**
  * The prompt from left to right, with the parts that the replica holds.
  * @param {Explanation} answer
  * @param {string} incarnation
  */
 function chunksView({ prompt_tokens: tokens, chunks }, incarnation) {
-  /** @type {{ here: boolean, size: number }[]} */
+  /** @type {{ where: string, size: number }[]} */
   const runs = [];
   let held = 0;
   for (const { from, to, replicas } of chunks) {
-    const here = replicas[incarnation] === "pool";
-    held += here ? 1 : 0;
+    const where = SOURCES.get(replicas[incarnation] ?? "none") ?? "";
+    held += where ? 1 : 0;
     const last = runs.at(-1);
-    if (last?.here === here) last.size += to - from;
-    else runs.push({ here, size: to - from });
+    if (last?.where === where) last.size += to - from;
+    else runs.push({ where, size: to - from });
   }
   const said = fill(language.words.poolOf, { used: count(held), all: count(chunks.length) });
-  const parts = runs.map(({ here, size }) =>
-    h("span", { class: here ? "local_pool" : "", style: widthOf(size, tokens) }),
+  const parts = runs.map(({ where, size }) =>
+    h("span", { class: where, style: widthOf(size, tokens) }),
   );
   return [said, h("div", { class: "split thin", role: "img", "aria-label": said }, parts)];
 }

@@ -146,7 +146,7 @@ interface Explanation {
   prompt_tokens: number;
   chunk_tokens: number;
   chunks: { from: number; to: number; replicas: ByName<string> }[];
-  reuse: ByName<Pick<Hits, "local_pool" | "remote" | "computed">>;
+  reuse: ByName<Pick<Hits, "local_pool" | "disk" | "remote" | "computed">>;
   routing?: ByName<Terms>;
 }
 
