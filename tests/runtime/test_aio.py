@@ -10,7 +10,14 @@ import pytest
 
 from tests.logged import messages
 from xinference_xavier.runtime import aio
-from xinference_xavier.runtime.aio import LoopThread, Rollback, retrieve, spawn, within
+from xinference_xavier.runtime.aio import (
+    LoopThread,
+    Rollback,
+    finishing,
+    retrieve,
+    spawn,
+    within,
+)
 
 
 class Stubborn:
@@ -72,6 +79,24 @@ async def test_a_task_is_not_collected_while_it_waits() -> None:
     gc.collect()
     gate.set()
     await done.wait()
+
+
+async def test_work_goes_on_to_its_end_when_its_caller_is_cancelled() -> None:
+    gate, done = asyncio.Event(), asyncio.Event()
+
+    async def work() -> str:
+        await gate.wait()
+        done.set()
+        return "answer"
+
+    caller = asyncio.create_task(finishing(work()))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    gate.set()
+    await done.wait()
+    assert await finishing(work()) == "answer"
 
 
 async def test_an_error_that_nobody_retrieves_is_not_reported(
