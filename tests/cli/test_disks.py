@@ -78,7 +78,9 @@ def test_a_damaged_store_is_shown_and_can_be_removed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_read_is_said_in_a_sentence(tmp_path: Path) -> None:
-    (saved(tmp_path, "qwen", 1) / "rows").unlink()
+    index = saved(tmp_path, "qwen", 1) / "index.db"
+    index.unlink()
+    index.mkdir()
     listed = run("ls", str(tmp_path))
     assert listed.exit_code == 1
-    assert listed.output.startswith(f"Error: {tmp_path} cannot be read: [Errno 2]")
+    assert listed.output.startswith(f"Error: {tmp_path} cannot be read: [Errno 21]")
