@@ -138,7 +138,10 @@ def test_explain(pair: Pair, tmp_path: Path) -> None:
     assert "384 tokens: 3 whole chunks of 128" in shown
     table = [line.split() for line in shown.splitlines() if "·" in line][1:]
     rows = {name: cells for name, *cells in table}
-    assert rows == {"first": ["■■·", "256", "0", "128"], "second": ["···", "0", "256", "128"]}
+    assert rows == {
+        "first": ["■■·", "256", "0", "0", "128"],
+        "second": ["···", "0", "0", "256", "128"],
+    }
     raw = json.loads(
         done(pair.api.endpoint, "explain", MODEL, "--prompt-file", "-", "--json", text="1 2")
     )

@@ -76,8 +76,8 @@ def test_explain_says_where_chunks_are_and_what_is_reused(pair: Pair, client: Xa
     both = {"first", "second"}
     assert [set(chunk.holders) for chunk in answer.chunks] == [both, both, {"first"}, set()]
     assert (answer.chunks[1].start, answer.chunks[1].end) == (CHUNK_TOKENS, 2 * CHUNK_TOKENS)
-    assert answer.reuse["first"] == Reuse(3 * CHUNK_TOKENS, 0, CHUNK_TOKENS)
-    assert answer.reuse["second"] == Reuse(2 * CHUNK_TOKENS, 0, 2 * CHUNK_TOKENS), (
+    assert answer.reuse["first"] == Reuse(3 * CHUNK_TOKENS, computed=CHUNK_TOKENS)
+    assert answer.reuse["second"] == Reuse(2 * CHUNK_TOKENS, computed=2 * CHUNK_TOKENS), (
         "one chunk is too short a run to be fetched"
     )
 

@@ -187,7 +187,10 @@ def test_explain_predicts_what_a_request_reuses(model: LocalCluster) -> None:
         answer = client.explain(UID, question(110))
     assert (answer.prompt_tokens, answer.chunk_tokens) == (cold.prompt_tokens, CHUNK)
     assert {chunk.holders for chunk in answer.chunks} == {frozenset({donor})}
-    assert answer.reuse == {donor: Reuse(whole, 0, rest), consumer: Reuse(0, whole, rest)}
+    assert answer.reuse == {
+        donor: Reuse(local_pool=whole, computed=rest),
+        consumer: Reuse(remote=whole, computed=rest),
+    }
     asked, remote = ask(model, question(110))
     assert (asked, remote.cached_tokens) == (consumer, answer.reuse[consumer].remote)
 
