@@ -202,7 +202,7 @@ class Mirror:
         return self._members.get(incarnation)
 
     def is_usable(self, source: str) -> bool:
-        """Whether chunks of `source` can be fetched, if it holds any."""
+        """True if chunks can be fetched from `source`, provided that it holds any."""
         peer = replica_of(source)
         trusted = self._trusted is None or peer in self._trusted
         return self.enabled and trusted and peer in self.serving
@@ -413,7 +413,7 @@ def _sources(incarnation: str) -> tuple[str, str]:
 def _by_source(
     incarnation: str, pieces: Iterable[list[bytes]]
 ) -> Iterator[tuple[str, list[bytes]]]:
-    """Where the replica has the chunks: in its pool, or on its disk."""
+    """Pairs of a source, the replica's pool or its disk, and the chunks that it has."""
     for keys in pieces:
         saved = [pool_key(key) for key in keys if is_saved(key)]
         if len(saved) < len(keys):

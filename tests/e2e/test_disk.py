@@ -28,7 +28,7 @@ def stats(fleet: Fleet, name: str) -> dict[str, Any]:
 
 
 def hits(fleet: Fleet, name: str) -> dict[str, int]:
-    """Of all tokens of the prompt."""
+    """The hits, once all tokens of the prompt are counted."""
     wait_until(lambda: sum(stats(fleet, name)["hits"].values()) >= TOKENS, "they are counted")
     found: dict[str, int] = stats(fleet, name)["hits"]
     return found

@@ -354,11 +354,8 @@ async def test_a_disk_that_hangs_costs_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows stay in quarantine for as long as they may be written."""
-    keys = fresh_keys(2)
     async with life(tmp_path) as replica:
-        await replica.save(keys)
-        replica.pool.reset()
-        answers = hang_on_reading(monkeypatch)
+        keys, answers = await hanging(replica, monkeypatch)
         rows = replica.pool.reserve(keys).rows
         fetch = PeerFetch(DISK, rows, time.monotonic() + 0.05)
         fetching = replica.fetcher.start(fetch)
@@ -377,11 +374,8 @@ async def test_rows_are_not_free_while_they_are_read_for_somebody_who_has_given_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they would be written when they have other chunks."""
-    keys = fresh_keys(2)
     async with life(tmp_path) as replica:
-        await replica.save(keys)
-        replica.pool.reset()
-        answers = hang_on_reading(monkeypatch)
+        keys, answers = await hanging(replica, monkeypatch)
         deadline = time.monotonic() + NEVER
         copying = spawn(copy_rows(replica.pool, replica.fetcher, DISK, keys, deadline))
         await replica.until(lambda: replica.pool.counts().filling == 2)
@@ -396,8 +390,32 @@ async def test_rows_are_not_free_while_they_are_read_for_somebody_who_has_given_
         await replica.until(lambda: replica.pool.counts().pinned == 0)
 
 
-def hang_on_reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until the event is set."""
+async def test_rows_are_not_free_while_they_are_read_though_sharing_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may go on without its replica."""
+    async with life(tmp_path) as replica:
+        keys, answers = await hanging(replica, monkeypatch)
+        rows = replica.pool.reserve(keys).rows
+        fetching = replica.fetcher.start(PeerFetch(DISK, rows, time.monotonic() + NEVER))
+        await asyncio.sleep(0)
+        fetching.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        filling = replica.pool.counts().filling
+        answers.set()
+        assert filling == 2
+        await asyncio.wait({fetching})
+        assert replica.pool.counts().filling == 0
+
+
+async def hanging(
+    replica: Life, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[bytes], threading.Event]:
+    """Chunks that only the disk has, and an event until which it does not answer."""
+    keys = fresh_keys(2)
+    await replica.save(keys)
+    replica.pool.reset()
     answers, read = threading.Event(), Store.read
 
     def hang(store: Store, slot: int, row: memoryview) -> bool:
@@ -405,7 +423,7 @@ def hang_on_reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return read(store, slot, row)
 
     monkeypatch.setattr(Store, "read", hang)
-    return answers
+    return keys, answers
 
 
 async def test_a_disk_that_fails_to_read_is_said_and_counted(

@@ -106,10 +106,10 @@ class DonorSelection:
             return self._probe(groups, now)
         start, end, _, keys, _ = reach
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
-        disks = self._tier.set_of((DISK,)) | self._tier.peer_disks
-        if not fast and self._tier.set_of(donors) & disks:  # they may have more than faster ones
-            return self.plan(request, deadline, busy, is_coming, now, without=disks)
         if donors and not fast:
+            disks = self._tier.set_of((DISK,)) | self._tier.peer_disks
+            if self._tier.set_of(donors) & disks:  # they may have more than faster ones
+                return self.plan(request, deadline, busy, is_coming, now, without=disks)
             self._cost_model.decisions.computed += not request.counted.computes
             request.counted.computes = True
             return self._probe(groups, now)

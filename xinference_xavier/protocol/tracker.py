@@ -260,7 +260,7 @@ def saved_key(key: bytes) -> bytes:
 
 
 def is_saved(key: bytes) -> bool:
-    """Whether `saved_key` made it."""
+    """True if `saved_key` made the key."""
     return key[GROUP] >= bytes((_SAVED,))
 
 

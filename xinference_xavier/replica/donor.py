@@ -63,19 +63,19 @@ class Checksums:
 
 
 class Donor:
-    """Grants at most half of `pool` at a time, each grant for `lifetime` seconds. `saved` tells
-    which chunks are on the host's disk."""
+    """Grants at most half of `pool` at a time, each grant for `lifetime` seconds. `is_saved`
+    tells which chunks are on the host's disk."""
 
     def __init__(
         self,
         pool: Pool,
         process: TransferProcess,
         lifetime: float,
-        saved: Callable[[bytes], bool] = lambda _: False,
+        is_saved: Callable[[bytes], bool],
     ) -> None:
         self._pool = pool
         self._process = process
-        self._saved = saved
+        self._is_saved = is_saved
         self.grants = Grants(pool, max(1, pool.slots // 2), lifetime)
         self.refused = 0
 
@@ -119,7 +119,7 @@ class Donor:
             address=endpoint.address,
             host=endpoint.host,
             more_is_held=any(
-                self._pool.lookup(key) is not None or (keys != request.keys and self._saved(key))
+                self._pool.lookup(key) is not None or (keys != request.keys and self._is_saved(key))
                 for key in beyond
             ),
             sequence=sequence,

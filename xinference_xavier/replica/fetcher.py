@@ -89,7 +89,7 @@ class PeerFetch(Fetch):
 
     @property
     def donor(self) -> str:
-        """The incarnation of the peer."""
+        """The peer's incarnation; DISK for our own disk."""
         return replica_of(self.source)
 
 
@@ -266,7 +266,12 @@ class Fetcher:
         has other rows than we compute, or have left the namespace: `parts` is how often we had
         before."""
         pulling = asyncio.ensure_future(work)
-        await asyncio.wait({pulling}, timeout=fetch.deadline - time.monotonic())
+        try:
+            await asyncio.wait({pulling}, timeout=fetch.deadline - time.monotonic())
+        except asyncio.CancelledError:  # the replica stops
+            pulling.cancel()
+            await asyncio.wait({pulling})  # until then, rows may be written
+            raise
         if not pulling.done():
             self._pool.quarantine(*fetch.rows)
             self._finish(fetch, "timeout")

@@ -143,7 +143,7 @@ class PlacedChunk(_Answer):
     end: int = Field(alias="to")
     """Token before which it ends."""
     replicas: dict[str, Literal["pool", "disk", "none"]]
-    """Where a replica has it, by incarnation."""
+    """Each replica's place for it, by incarnation."""
 
 
 class Seconds(_Answer):
