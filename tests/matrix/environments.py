@@ -123,7 +123,7 @@ def interpreter(version: Version) -> Path:
     folder = BUILD / version.name.replace(" ", "-")
     python = folder / "bin" / "python"
     if version.python:
-        made = ["make", "venv", f"PYTHON={version.python}", f"VENV={folder}"]
+        made = ["make", f"{folder}/.docs", f"PYTHON={version.python}", f"VENV={folder}"]
         subprocess.run(made, cwd=ROOT, check=True)
         return python
     if all(map(_is_installed, version.packages)):
