@@ -4,8 +4,6 @@
 `build/bench-quick.json` and leaves the report alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -3,8 +3,6 @@
 Each is a ratio to a reference of the same run, or does not depend on the machine's speed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ share nothing, in turns saving all that it computes and nothing. Traces of real 
 replayed on simulated replicas whose pools are too small, with a disk and without one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

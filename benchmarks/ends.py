@@ -5,8 +5,6 @@ slots of the consumer. Besides our transports, an end implements the references:
 messages over a plain TCP connection, and copies the same rows with one thread's memcpy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import time

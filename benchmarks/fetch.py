@@ -6,8 +6,6 @@ vLLM. The floor is one thread's memcpy of the same rows, or the same messages ov
 connection, measured in turns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures with their spread, ratios of figures that were measured in turns, and tables of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any

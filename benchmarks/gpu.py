@@ -8,8 +8,6 @@ leaves out the longest prompts and some rounds. The program writes `build/gpu-re
 end of `docs/gpu.md`; both keep the results of parts that are not measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import mmap

@@ -15,8 +15,6 @@ close together, the machine's speed differs less, and a minute is enough to know
 many steps a second the connector leaves.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from itertools import cycle, islice

@@ -1,7 +1,5 @@
 """Two things, measured in turns until their ratio is known well enough or time is up."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

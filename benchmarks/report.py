@@ -3,8 +3,6 @@
 A part that is measured again replaces its old results; the others stay.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ All see what our router sees, so that only the choice differs: its forecast, its
 under way, and which chunks each replica holds or will hold soon.
 """
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 

@@ -10,8 +10,6 @@ processors, the ones with short queues slow down the one with a long queue. What
 goes first, so that tokens are passed on as they come.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -7,8 +7,6 @@ best. An ideal is computed beside it: one queue for all replicas, which hold eve
 ever computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
 from statistics import mean, median

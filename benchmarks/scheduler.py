@@ -7,8 +7,6 @@ and the pool is full, so that every new chunk evicts another. The reference is o
 lookup.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

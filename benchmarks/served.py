@@ -6,8 +6,6 @@ most. The benchmark is called as a function, because the program `vllm` of vLLM'
 start.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -12,8 +12,6 @@ With an `error`, each prompt takes by up to that share longer or less than forec
 move, and no thread runs.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import OrderedDict, deque

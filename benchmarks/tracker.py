@@ -7,8 +7,6 @@ second, and watchers note when it is in their mirrors: tracker, watchers and pub
 processes of their own, but share one machine, unlike in a cluster.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import multiprocessing

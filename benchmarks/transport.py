@@ -5,8 +5,6 @@ until the last one has its rows. Links are made and regions are populated before
 checked only afterwards. Whatever is compared is measured in turns.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A tracker, and replicas that only watch it, in processes of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import struct

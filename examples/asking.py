@@ -4,8 +4,6 @@ Nobody else may ask the model meanwhile: the sources are read from how much a re
 have grown.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

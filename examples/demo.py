@@ -10,8 +10,6 @@ stopped at the end. The exit status is 1 if an answer is wrong or a hit too slow
 Needs what `make venv` installs. `experiment` has the measurement itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -4,8 +4,6 @@ The same seed gives the same people. The text is generated and contains nobody's
 tokenizer of `make_model` a row has about 50 tokens: 100 rows have about 5k, 240 rows about 12k.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from faker import Faker

@@ -4,8 +4,6 @@ xinference sends requests to the replicas in turn. The replicas' counters show w
 so a wrong guess about whose turn it is stops the experiment and never falsifies it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

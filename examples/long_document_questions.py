@@ -6,8 +6,6 @@ see a document computes it, and the others fetch it if they are asked: with rout
     python -m examples.long_document_questions --endpoint http://127.0.0.1:9997 --model MODEL
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from examples.asking import Asker, arguments

@@ -6,8 +6,6 @@ nothing, but its answers depend on every word of a prompt, as a test of a shared
 `_weights` explains how. The same recipe gives the same bytes with the same versions installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -6,8 +6,6 @@ replica that gets the turn fetches this beginning from the replica that answered
     python -m examples.multi_turn_chat --endpoint http://127.0.0.1:9997 --model MODEL
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from examples.asking import Asker, arguments

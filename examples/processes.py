@@ -1,7 +1,5 @@
 """Processes on this machine: start a program, wait for what it does, end it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import time

@@ -6,8 +6,6 @@ whatever their rank. Then prompts that need the same passages begin alike.
     python -m examples.retrieval --endpoint http://127.0.0.1:9997 --model MODEL
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

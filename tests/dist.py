@@ -6,8 +6,6 @@ first Python, also beside the lowest versions that it declares. Into this enviro
 xinference, it would bring nothing but itself. The sdist's tests run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

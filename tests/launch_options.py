@@ -1,7 +1,5 @@
 """How a launch parses or refuses options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Not all that `caplog` has is the test's: asyncio reports a future whose error no
 it is collected, and an earlier test may have left one.
 """
 
-from __future__ import annotations
-
 from logging import LogRecord
 
 import pytest

@@ -6,8 +6,6 @@ without any fault, as a test that fails anyway catches nothing. A run that takes
 shows in no other way. A run that collects no test counts as not caught.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,8 +1,6 @@
 """docs/architecture.md has a map of all folders, and correct, short walks: a remote hit, a request
 to its replica, a divided request, a named prefix, a launch and a removal."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -1,8 +1,6 @@
 """Launch options: which are accepted, which are refused, and the messages; the configuration that
 an engine gets, and the values that each worker fills in."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

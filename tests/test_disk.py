@@ -1,7 +1,5 @@
 """A store gives back the rows that were written to it, whatever happens to its files: or none."""
 
-from __future__ import annotations
-
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """The documentation agrees with the code, and the READMEs with each other, as far as it can be
 compared. `make docs` checks links; other tests check the pages about options and monitoring."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors cross process boundaries unchanged."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

@@ -1,8 +1,6 @@
 """An event is the same in the process where it happens and in the one that receives it. The
 operator's function gets the events, and cannot harm anything else."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ bytes claim. Each decoder gets an equal share of XAVIER_FUZZ_SECONDS (10), with 
 time; a failure shows its example.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

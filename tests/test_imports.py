@@ -1,7 +1,5 @@
 """Imports that run: `make lint` only reads them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A broken link in the documentation fails `make docs`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The list of mutations is up to date: each can be made, and its tests exist."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

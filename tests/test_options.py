@@ -1,7 +1,5 @@
 """Each launch option's values: which are accepted, which are refused, and the messages."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """`docs/options.md` describes the launch options correctly, and the READMEs name no others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The README as a package index shows it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Old versions of vLLM are refused, and newer ones unless they may be tried."""
 
-from __future__ import annotations
-
 import pytest
 
 from xinference_xavier import vllm_versions

@@ -1,8 +1,6 @@
 """After a reset a replica shares with nobody until its weights version is set; then it shares only
 with replicas of the same version."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 """Commands in the documentation exist, with the options that they have there. Other tests, and
 people, run them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A tracker in this process, calls to it, and a program with one that tests may suspend or kill."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

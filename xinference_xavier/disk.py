@@ -14,8 +14,6 @@ Threading: any thread may read `index`, and call `read` and `write`, which block
 one thread at a time.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

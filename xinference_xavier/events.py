@@ -9,8 +9,6 @@ further ones are counted. If it hangs, `MAX_WAITING` events wait, and later ones
 counted.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import pkgutil

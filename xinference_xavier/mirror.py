@@ -17,8 +17,6 @@ Equal sets of holders are one integer. At most `max_keys` keys are kept; beyond 
 published or used least recently are dropped.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain, islice

@@ -3,8 +3,6 @@
 Options come from Python, JSON and the command line, so numbers may be text.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """The versions of vLLM that sharing supports."""
 
-from __future__ import annotations
-
 import re
 
 from xinference_xavier.errors import ConfigError

@@ -1,7 +1,5 @@
 """Requests of real services, and how they are spread over a number of replicas."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

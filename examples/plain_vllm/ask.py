@@ -3,8 +3,6 @@
 python -m examples.plain_vllm.ask http://127.0.0.1:8001 http://127.0.0.1:8002
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

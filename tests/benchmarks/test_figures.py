@@ -1,8 +1,6 @@
 """A figure is a median with its spread; comparisons are made turn by turn, until they are known
 well enough; and the worst value of a bar counts."""
 
-from __future__ import annotations
-
 import math
 import time
 

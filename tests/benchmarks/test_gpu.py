@@ -1,7 +1,5 @@
 """The page about a card's figures; measuring them needs a card."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

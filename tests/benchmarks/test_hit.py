@@ -1,7 +1,5 @@
 """A hit's overhead is compared, sample by sample, with the least time for moving its bytes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

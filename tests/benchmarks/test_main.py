@@ -1,7 +1,5 @@
 """Parts are measured one by one; a quick run shows that they work and changes no figure."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Loads and steps with the connector are compared with those without it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A small run of each part that needs no engine: everything is measured and compared."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

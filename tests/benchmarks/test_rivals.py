@@ -1,7 +1,5 @@
 """Each rival follows its own rule."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Simulated replicas take as long as their rates allow and keep what they have computed."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.rivals import EarliestFinish, InTurn

@@ -1,7 +1,5 @@
 """The connector is out only for steps in which vLLM has nothing to tell it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Traces keep their prefixes, whatever they are scaled to."""
 
-from __future__ import annotations
-
 from itertools import takewhile
 
 import pytest

@@ -1,7 +1,5 @@
 """A watcher notes for each publication how long it took, once."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from typing import Any

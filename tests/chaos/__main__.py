@@ -4,8 +4,6 @@ Parts: `replicas` (no engine, more than a thousand faults) and `engines` (vLLM u
 Writes `build/chaos-report.json` for the parts that ran; the exit status is 1 if anything is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

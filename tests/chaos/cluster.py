@@ -3,8 +3,6 @@
 Threading: the lanes' threads call everything here; only one lane at a time works on a replica.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -5,8 +5,6 @@ Threading: requests and looks at the replicas run on an event loop in a thread o
 thread carries out the schedule, one step after the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile

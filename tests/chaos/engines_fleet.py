@@ -5,8 +5,6 @@ Threading: `Fleet` runs on one event loop. Other threads read its attributes, wh
 a whole, and call the methods that are marked so.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -4,8 +4,6 @@ A model of xinference cannot be told to reset its caches, as trainers tell an en
 the small model reads no images, so its actor decodes them as a vision model's would.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator, Sequence

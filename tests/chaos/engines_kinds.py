@@ -6,8 +6,6 @@ undoes the fault, except for a killed replica, which xinference starts again. At
 are up when it is called; for the kinds of `HEAVY` and `STEADY`, all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """The questions to the replicas, and the answers of an engine that shares nothing."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

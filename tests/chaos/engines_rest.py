@@ -1,7 +1,5 @@
 """What must be true of replicas under xinference at rest, after the model and after the cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ keys but no answer, so that they begin cold. Each request goes directly to a rep
 that a failure can be attributed to its replica; kinds of faults of the API ask over REST.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

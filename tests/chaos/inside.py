@@ -1,7 +1,5 @@
 """The code that runs in a node's process; the server that forks the nodes imports it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

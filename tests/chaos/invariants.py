@@ -1,7 +1,5 @@
 """What must be true of a cluster at rest: without faults or requests, after a moment to settle."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ A kind is a function of the cluster and the step. It returns whether the effect 
 undoes whatever would last. If it concerns one replica, that replica is up when it is called.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping

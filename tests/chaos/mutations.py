@@ -1,8 +1,6 @@
 """The safeguards that keep rows right, each switched off by a mutation: every such run must
 fail."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any

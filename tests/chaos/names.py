@@ -6,8 +6,6 @@ watches itself (`Watch`); and whatever happened, all of them are back a while af
 Threading: the keeper's loop is a thread of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping

@@ -4,8 +4,6 @@ Processes are forked from one that has imported vLLM, so that a new one starts a
 writes its figures to a file ten times a second: the file outlives it, and readers need not wait.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

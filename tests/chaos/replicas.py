@@ -1,7 +1,5 @@
 """The part of a chaos run without vLLM's engine: faults hit a cluster of replicas by a schedule."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import shutil

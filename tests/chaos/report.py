@@ -5,8 +5,6 @@ in its other figures at the end; `to_json` merges the parts into the text of
 `build/chaos-report.json`. A part adds to `problems` whatever is wrong and has no figure.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable

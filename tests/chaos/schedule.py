@@ -3,8 +3,6 @@
 A schedule has no end; a run takes a prefix of it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Threading: `Scheduler` is a thread, the replica's scheduler thread. Other thread
 with `call` and read its figures.
 """
 
-from __future__ import annotations
-
 import queue
 import random
 import threading

@@ -1,7 +1,5 @@
 """A failed request is explained only by the absence of its replica."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 Each run is rich in the faults that the safeguard is for, and ends as soon as something is wrong.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos import replicas

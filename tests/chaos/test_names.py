@@ -1,7 +1,5 @@
 """The watch over hard names notices what is lost, and only that."""
 
-from __future__ import annotations
-
 from tests.chaos.names import Watch
 
 

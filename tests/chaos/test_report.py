@@ -1,7 +1,5 @@
 """A report passes only if nothing is wrong, and has the fields of `build/chaos-report.json`."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

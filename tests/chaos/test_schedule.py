@@ -1,7 +1,5 @@
 """A schedule is data: equal seeds give equal schedules, and it names only known faults."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice

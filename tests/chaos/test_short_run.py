@@ -1,7 +1,5 @@
 """The short form of `make chaos PART=replicas`: a few dozen faults without damage."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos import replicas

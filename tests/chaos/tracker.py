@@ -1,8 +1,6 @@
 """The tracker's side of the chaos harness: a tracker with faults on demand, and a worker and a
 supervisor through which replicas find it again. Both sides are processes with an xoscar pool."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Faults of the transport, and processes that stand still, in both parts of a run."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping

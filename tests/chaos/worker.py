@@ -5,8 +5,6 @@ byte with the expected one and logs the wrong ones at once, so that they count e
 is killed.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Sequence

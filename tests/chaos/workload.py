@@ -4,8 +4,6 @@ The content follows from the key and from the replica's weights, so that wrong r
 rows that were computed before a reset.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The command line, as people and scripts use it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An operator looks at what replicas have saved on a host, without xinference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which endpoint and which key a command uses; `test_commands.py` tests errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """`xinference-xavier launches` over xinference's own launch history."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prefixes get a name on the command line; the server is a stand-in."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

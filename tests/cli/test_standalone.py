@@ -1,8 +1,6 @@
 """A tracker and a configuration for vLLM servers without xinference; `test_wrong_input.py` has what
 is refused."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What people read, and when a remark appears below the figures."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import asdict
 from typing import Any

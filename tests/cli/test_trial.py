@@ -1,7 +1,5 @@
 """What `try` concludes. `e2e/one_launch/test_sharing.py` tries a real model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

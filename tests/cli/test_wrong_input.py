@@ -1,8 +1,6 @@
 """Wrong arguments and files are refused with a sentence that has the value, the reason and the
 remedy, before anything is asked or started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The clients, against a real API and real replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Real clusters have each kind of problem planted; `doctor` finds it and names the remedy."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

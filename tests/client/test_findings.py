@@ -1,7 +1,5 @@
 """What `doctor` finds in facts that are written down here; `test_doctor.py` has real processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams go on when a server that is replaced has ended them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

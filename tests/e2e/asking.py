@@ -1,7 +1,5 @@
 """What end-to-end tests ask of a model under xinference, and what its tracker then knows."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines that are always short of room, and what their tracker knows about them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Our spec with a worker whose copies wait at a gate: see `gates`."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

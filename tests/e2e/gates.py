@@ -5,8 +5,6 @@ cache and its pool (`COPIES`) wait, or the rows that it sends to peers (`SENDS`)
 changed. This module does not import vLLM, because transfer processes load it.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Under xinference an idle replica computes again what it has copied, and says so."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.local_cluster import LocalCluster

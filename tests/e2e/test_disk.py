@@ -1,7 +1,5 @@
 """A vLLM engine finds on the disk what an engine before it has saved there, and so do its peers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ one without sharing that gives the right answers. Gates hold an engine up, so th
 happens while rows are stored, loaded, fetched or sent; each test checks this before the event.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

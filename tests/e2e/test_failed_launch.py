@@ -5,8 +5,6 @@ The second replica's process is suspended from its start until the first one has
 Changes to the model's folder in between affect only the second one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

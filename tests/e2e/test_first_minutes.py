@@ -1,8 +1,6 @@
 """A person's first minutes, as `docs/start.md` describes them: `pip install` of the wheel beside
 xinference and vLLM, the switch in the web UI, `try`, `doctor` and the page."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A cluster without requests takes next to no processor time, whatever happened before."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

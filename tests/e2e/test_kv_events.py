@@ -1,7 +1,5 @@
 """Routers of other projects follow the pools: real engines publish vLLM's events over ZeroMQ."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two `vllm serve` and a tracker, without xinference: the example, as in its README."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

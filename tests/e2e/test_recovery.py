@@ -10,8 +10,6 @@ EngineDeadError is not. So xinference considers an idle dead replica "ready"; on
 tells the others. test_sharing.py kills a transfer process.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

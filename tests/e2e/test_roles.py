@@ -1,7 +1,5 @@
 """Under xinference a prefill replica computes long prompts, and a decode replica answers them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager

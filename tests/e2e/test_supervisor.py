@@ -4,8 +4,6 @@ Meanwhile the model actors answer requests, and the replicas still use what they
 other's holdings. Afterwards hits return without intervention.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

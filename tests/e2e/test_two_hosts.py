@@ -1,7 +1,5 @@
 """`examples/two_hosts.sh` on two hosts whose firewalls admit only the ports that it names."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

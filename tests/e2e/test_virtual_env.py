@@ -4,8 +4,6 @@ beside xinference. That one is too old to share, like the one that `xinference[v
 Downloads all of them, so it needs a network. `XAVIER_TEST_VLLM` names another version.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In a browser, on real software: sharing is switched on, and the page shows a remote hit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

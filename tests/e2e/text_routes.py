@@ -1,7 +1,5 @@
 """Requests to the text routes, and where their answers say that they went."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Calls what takes other arguments in other versions of vLLM."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection
 from functools import cache

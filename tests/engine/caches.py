@@ -1,7 +1,5 @@
 """KV caches in the form in which vLLM hands them to an offloading worker."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Fixtures for tests of the manager and its parts, with vLLM's own scheduler and without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ mirror are real. `ScriptedTier` replaces what talks to other processes, so that 
 and how a fetch ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

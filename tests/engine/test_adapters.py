@@ -1,7 +1,5 @@
 """Rows of LoRA adapters are told apart by what the adapters contain."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

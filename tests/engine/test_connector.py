@@ -1,7 +1,5 @@
 """What our connector adds to vLLM's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

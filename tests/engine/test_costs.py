@@ -1,8 +1,6 @@
 """What computing and fetching cost: fetching is preferred until it was measured to be slower, and
 tried again after a while."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A manager with the adaptive policy fetches only what pays, from the donors that are fastest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import cast
 

@@ -1,7 +1,5 @@
 """vLLM finds our plugin and our classes by name, unless it is one with which they cannot work."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What routers learn of the pool, as vLLM's own events."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,8 +1,6 @@
 """Two engines share a namespace if and only if they may exchange bytes, and only pages of equal
 formats."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

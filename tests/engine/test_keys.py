@@ -1,7 +1,5 @@
 """Only chunks that vLLM stored whole are shared. A prompt's keys are those of a request with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM's scheduler is answered at once, the pool stays in order, and each token is counted once."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from unittest.mock import Mock
 

@@ -1,8 +1,6 @@
 """In whatever order events come, no slot has two users, no lookup waits beyond its deadline, and in
 the end nothing is pinned, reserved or pending."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

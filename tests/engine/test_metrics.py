@@ -1,8 +1,6 @@
 """Each source of tokens has a counter of vLLM's. Each wait for a first token counts once, by where
 most of the prompt came from, however vLLM schedules the request; and only if somebody waits."""
 
-from __future__ import annotations
-
 import pytest
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 from vllm.v1.request import RequestStatus

@@ -1,8 +1,6 @@
 """An engine does not outlive its parent, its process shows our log lines, and the error that ends
 its start reaches the model's tracker."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import logging

@@ -1,7 +1,5 @@
 """Fetched rows stay pinned for the requests that wait for them, and for nobody else."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -3,8 +3,6 @@
 vLLM's own scheduler, with our connector and a pool.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

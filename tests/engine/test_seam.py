@@ -4,8 +4,6 @@ A new version that moves or renames any of it fails here, and not in a user's en
 checked without vLLM's tests is in `engine/seam.py`; this checks more closely what we rely on.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

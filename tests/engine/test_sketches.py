@@ -1,7 +1,5 @@
 """Samples reveal a different layout, type or weights, even if pages are equally large."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,8 +1,6 @@
 """All processes of one engine agree on the layout of its rows, and errors name the remedy. A pool
 is by default as large as its engine's KV cache, within a share of the free memory."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

@@ -1,8 +1,6 @@
 """What vLLM schedules in a step is recognised, steps are timed correctly even if several are under
 way, and a request's wait counts only while the engine is idle."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

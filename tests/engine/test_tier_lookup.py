@@ -1,7 +1,5 @@
 """A request waits for fetches until they end or its deadline passes."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -1,8 +1,6 @@
 """A request waits for a peer that computes the same prompt, as long as that can pay. An idle engine
 waits for fetches, peers and loads; one that could do anything else does not."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from queue import Queue

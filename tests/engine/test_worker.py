@@ -1,8 +1,6 @@
 """Blocks that are stored and loaded elsewhere are equal byte for byte, on the CPU and on devices. A
 worker is asked only while it has a job, and reports each job once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Routers learn what an engine has to compute, and which prompts it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

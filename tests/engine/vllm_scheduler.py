@@ -1,7 +1,5 @@
 """vLLM's own scheduler with our connector, above a manager without a replica and below no model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

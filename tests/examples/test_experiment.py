@@ -1,7 +1,5 @@
 """What the demo counts as a failure. `GOOD` is a measurement without one."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Checks of the examples that cannot run in a test."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

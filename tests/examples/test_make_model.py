@@ -1,7 +1,5 @@
 """The small model is the same every time, and its answers depend on all of a prompt."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of the examples that need no running model; `tests/e2e` runs them with one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

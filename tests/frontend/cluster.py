@@ -1,7 +1,5 @@
 """Replicas on paper: what their tracker would tell a router."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """What goes into a prompt is read from the bodies of all text routes, and nothing a client sends
 does any harm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Replicas are told what to keep, and compute again what they have lost."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping

@@ -1,8 +1,6 @@
 """Requests go to the replica that answers first, wait where none accepts them, and move once if
 theirs is lost."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -1,8 +1,6 @@
 """A prefix has one name in its tenant, and lives as long as it is used. A name survives a restart,
 and what is deleted leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import random

@@ -1,7 +1,5 @@
 """What clients say about a prefix is checked, and refused with value, reason and remedy."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

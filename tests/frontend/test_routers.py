@@ -1,7 +1,5 @@
 """Routers follow the trackers of their models, whatever happens to these."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

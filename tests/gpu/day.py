@@ -4,8 +4,6 @@ Each step is a program with a time limit of its own. What it said and what it me
 as soon as it has ended, so that a day that is cut off has still told something.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A GPU day keeps the result of each step, whatever happens to the others. No card is needed."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

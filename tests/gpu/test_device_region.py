@@ -1,8 +1,6 @@
 """vLLM's worker for CUDA over our region: peers fetch the bytes that it stores, and it loads those
 that they fetched. Needs a card, but no model."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

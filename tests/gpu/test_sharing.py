@@ -1,7 +1,5 @@
 """Engines on one card share, in each mode of vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 supervisor and of workers, and a tracker that real replicas can join.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

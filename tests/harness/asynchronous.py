@@ -6,8 +6,6 @@ one. Benchmarks and tests use it. A program with `PLUGINS` on its path has it in
 because vLLM loads the plugins that are installed there.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

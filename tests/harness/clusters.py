@@ -14,8 +14,6 @@ xinference 4.1 shapes both:
   every 15 s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -9,8 +9,6 @@ an engine has two processes: the one that calls it and EngineCore. vLLM forks En
 may, but its CPU platform starts it anew.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import getpass

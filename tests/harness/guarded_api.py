@@ -4,8 +4,6 @@ front of a supervisor of `tests/harness/api.py`. There are no models and no acco
 xinference reads its environment when it is imported, so only the new process imports it.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import socket

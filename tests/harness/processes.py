@@ -8,8 +8,6 @@ Everything is read from the process table; the processes themselves may be stopp
 replica up before harming it: its children lose their parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -7,8 +7,6 @@ loop. A process ends when it is told to or when the one that started it is gone.
 xoscar keeps one event loop per process, so whatever must not share one is such an object.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Commands of objects in other processes are answered, or it is said why not."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

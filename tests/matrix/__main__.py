@@ -5,8 +5,6 @@ known versions are tested. Writes `build/matrix-report.json` and the table of ve
 `docs/compatibility.md`. Needs a network.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

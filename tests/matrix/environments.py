@@ -6,8 +6,6 @@ holds only the tested version and the dependencies that must differ, but never t
 builds want the same one.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A version that was not tested this time keeps its row.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

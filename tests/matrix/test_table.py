@@ -1,7 +1,5 @@
 """The table of versions shows the latest results and keeps the rows of versions not tested."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.matrix import table

@@ -1,7 +1,5 @@
 """What a replica's scheduler may rely on when it asks its mirror."""
 
-from __future__ import annotations
-
 import os
 import random
 import tracemalloc

@@ -1,7 +1,5 @@
 """Small LoRA adapters with random weights, as PEFT writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

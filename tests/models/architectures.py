@@ -3,8 +3,6 @@
 Weights are large enough for the answer to depend on the whole prompt.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines that compute other rows than their namespace suggests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

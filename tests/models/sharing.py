@@ -1,7 +1,5 @@
 """Two engines that share and one that does not, all asked the same question."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

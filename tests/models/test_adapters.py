@@ -1,7 +1,5 @@
 """LoRA adapters: each shares only with itself, even if another one had its name and path before."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The answer must equal that of a cold engine without this package, in tokens and log-probabilities.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Images in prompts: prompts with the same image share, with different ones they do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

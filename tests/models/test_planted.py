@@ -1,7 +1,5 @@
 """Engines with equal namespaces that compute different rows share nothing, and say why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every kind of request: chunks are shared wherever possible, and the answer stays the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

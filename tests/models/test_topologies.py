@@ -1,7 +1,5 @@
 """Engines of several processes, several models, and the networks between them."""
 
-from __future__ import annotations
-
 import functools
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A small vision-language model with random weights: Blip-2, which needs no torchvision."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One scene for all tests that look at replicas from outside."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.harness.api import Pair

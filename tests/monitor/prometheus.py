@@ -1,7 +1,5 @@
 """Debian's Prometheus, as a process of its own for each test."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

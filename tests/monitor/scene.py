@@ -1,7 +1,5 @@
 """Two real replicas behind a real API process, and its scrapes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any, NamedTuple
 

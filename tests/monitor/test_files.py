@@ -1,7 +1,5 @@
 """Document, dashboard and alerts use the metrics that exist, and no others."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from itertools import combinations

@@ -1,7 +1,5 @@
 """A real Prometheus takes our files, scrapes real replicas, and has data for every query."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """What operators see of real replicas: figures at a scrape, spans, lines in the log."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

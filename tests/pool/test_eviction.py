@@ -1,7 +1,5 @@
 """The oldest row is evicted, or first the redundant ones in the older half."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """The pool against a model that is too simple to be wrong, and its rules one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any

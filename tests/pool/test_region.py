@@ -1,8 +1,6 @@
 """Several processes share a region of fixed size, and it disappears with its last user. Each thread
 that copies rows has its own processors."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

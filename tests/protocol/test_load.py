@@ -1,8 +1,6 @@
 """A replica's load is checked by its tracker, and what the tracker says by each router. A request's
 id says which replica prefills it."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

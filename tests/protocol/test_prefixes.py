@@ -1,7 +1,5 @@
 """What trackers and replicas tell each other about named prefixes is checked."""
 
-from __future__ import annotations
-
 import pytest
 
 from xinference_xavier.protocol.prefixes import (

@@ -1,7 +1,5 @@
 """Messages between a replica and its tracker are checked where they arrive."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

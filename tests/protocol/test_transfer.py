@@ -1,7 +1,5 @@
 """Messages between engines and transfer processes, and how they are checked."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from typing import Any

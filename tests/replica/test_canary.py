@@ -1,7 +1,5 @@
 """Replicas compare what they have computed before they share it."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import signal

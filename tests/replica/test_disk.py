@@ -1,7 +1,5 @@
 """A replica saves what is used again on the disk of its host, and finds it after a restart."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import threading

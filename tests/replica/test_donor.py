@@ -1,8 +1,6 @@
 """A donor's promises: rows stay as long as promised, and not longer. What it offers has checksums,
 which are computed off the scheduler thread, however fast rows come."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator

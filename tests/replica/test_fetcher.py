@@ -1,8 +1,6 @@
 """A fetch brings a donor's rows byte for byte, or leaves no trace in both replicas' regions and
 counters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

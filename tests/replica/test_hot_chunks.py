@@ -2,8 +2,6 @@
 whatever its peers do. They offer whole prefixes, the most important ones first. Before a replica is
 removed, its peers have what only it held and others used lately."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,8 +1,6 @@
 """What a request would reuse follows from what the replicas hold; a self-check finds problems with
 peers and ports. `test_doctor.py` covers healthy replicas and links that do not open."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A replica keeps the chunks that its engine made of a prefix, as firmly as it is told."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

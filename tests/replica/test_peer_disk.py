@@ -1,7 +1,5 @@
 """What a peer has saved on the disk of its host is fetched through that peer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scheduler thread posts work to the background loop, within a limit."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,8 +1,6 @@
 """Whatever dies or hangs, a fetch ends by its deadline, no wrong row becomes a hit, every row and
 grant is freed, and the next fetch works."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

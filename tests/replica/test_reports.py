@@ -1,8 +1,6 @@
 """What operators learn of a replica: log lines, events and counts. What routers learn: its load is
 reported from time to time, and at once where a router would be wrong."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator

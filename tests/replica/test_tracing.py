@@ -1,7 +1,5 @@
 """With tracing, a fetch is a span in the trace of its request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

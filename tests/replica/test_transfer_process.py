@@ -1,7 +1,5 @@
 """The transfer process starts, is replaced when it dies, and ends with its engine."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Who holds what, as sets of integers, for tests of the router."""
 
-from __future__ import annotations
-
 from xinference_xavier.mirror import PeerSets
 
 

@@ -1,7 +1,5 @@
 """The replica with the earliest finish is chosen: backlog + min(compute, fetch)."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """A backlog is what was reported, less the time since, plus what was sent since."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A decode replica leaves a prefill to a prefill replica if less is lost by waiting for it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 """A burst between two reports spreads, and follows the chunks that are expected. What has to wait
 waits in order of arrival."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

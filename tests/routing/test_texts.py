@@ -1,7 +1,5 @@
 """A router learns from replicas which keys a text has, and about how many tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from xinference_xavier.routing import texts as texts_module

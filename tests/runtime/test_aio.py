@@ -1,7 +1,5 @@
 """Calls end in time; what was begun is undone or cleaned up, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

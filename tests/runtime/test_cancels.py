@@ -3,8 +3,6 @@
 The pool is a process of its own, whose processor time is measured.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What a process knows about its host and itself: free memory, versions, environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The address that a replica listens on and tells its peers."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

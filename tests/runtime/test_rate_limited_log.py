@@ -1,7 +1,5 @@
 """A condition that repeats is logged once, and its repetitions are counted."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Values from peers are checked; a ValueError names the wrong one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any
 

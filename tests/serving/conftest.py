@@ -1,7 +1,5 @@
 """A supervisor with a tracker, and an API with xinference's own text routes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Holds the answers of our routes against their description."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

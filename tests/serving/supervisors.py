@@ -1,7 +1,5 @@
 """A stand-in for xinference's supervisor, and what xinference hands to an extension."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

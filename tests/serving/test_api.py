@@ -1,7 +1,5 @@
 """The REST routes, with a real tracker, real replicas' actors and a real supervisor's actor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import asdict

@@ -4,8 +4,6 @@ accounts, tokens and API keys are xinference's own; tracker and replicas are rea
 Pages and scripts are public, like xinference's own; their data comes from the API.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

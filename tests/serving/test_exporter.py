@@ -1,7 +1,5 @@
 """Scrapes of xinference's own endpoint, even if trackers or the supervisor hang."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The object that XINFERENCE_EXTENSIONS names meets the rules of xinference's loader."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """What a scrape shows of the replicas' figures."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

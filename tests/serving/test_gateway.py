@@ -2,8 +2,6 @@
 for `doctor`, where a silent process costs only its own answer. `tests/client/test_doctor.py` tests
 what `doctor` concludes."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

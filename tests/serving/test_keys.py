@@ -1,7 +1,5 @@
 """API keys that may change how models share. Accounts, keys and checks are xinference's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A named prefix goes before a request, exactly as if its client had sent it. What a request marks
 is kept by the replica that computes it, and its usage says so."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,8 +1,6 @@
 """Named prefixes in the API process: their REST routes, with a store and a keeper, and what other
 requests and replicas get of them. The cluster is a model of one."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator

@@ -3,8 +3,6 @@
 A new version that moves or renames any of it fails here, and not in a user's cluster.
 """
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

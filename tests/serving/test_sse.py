@@ -1,7 +1,5 @@
 """The stream of a model's sharing, as a listener receives it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -4,8 +4,6 @@ What an actor of another process raises has xoscar's mark; what the connection t
 none. In the caller's own process, the errors of streams have none either.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

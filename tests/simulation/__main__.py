@@ -1,7 +1,5 @@
 """`python -m tests.simulation SEED` repeats one run and prints what happens."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -11,8 +11,6 @@ anything from before a change of weights went into it. A recurrent state is one 
 kind for each layer: it stands for all tokens up to the last one that it has seen.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What one run of the simulation is about, chosen by its seed."""
 
-from __future__ import annotations
-
 import random
 
 from tests.simulation.contents import BLOCK_TOKENS

@@ -4,8 +4,6 @@ Nothing here runs by itself. The simulation says when a fetch goes on, so that a
 any moment, in part, late or never, and a row that was given up may still be written.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

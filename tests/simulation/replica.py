@@ -5,8 +5,6 @@ processes of a replica would do happens when the simulation does it: between two
 two calls of vLLM's into our manager (`interrupt`).
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence

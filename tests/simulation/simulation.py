@@ -8,8 +8,6 @@ prints what happened. A run ends when all requests have their answers, and check
 left.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable

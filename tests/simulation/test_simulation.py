@@ -4,8 +4,6 @@ The runs are those of `Simulation`; see there how to repeat one. That they would
 switching off what keeps the bytes right.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ blocks, reads what the tokens attend to, writes what they add, and calls our con
 is our worker for the CPU platform, except that its jobs run when the simulation says so.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """How a client reads answers about events and prompts."""
 
-from __future__ import annotations
-
 from xinference_xavier.stats.answers import (
     Chunk,
     EventRecord,

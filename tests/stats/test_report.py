@@ -1,8 +1,6 @@
 """Dataclasses are read from anything that a peer sends, and added up; a tracker's status becomes a
 report, and the sums of the replicas' counts, sampled over an hour, its history."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,8 +1,6 @@
 """The figures of sharing and routing: each observation, request and forecast counts once, and a
 client reads the answers of older and newer servers."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

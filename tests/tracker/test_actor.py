@@ -1,7 +1,5 @@
 """The tracker as replicas call it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Any

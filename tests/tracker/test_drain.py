@@ -1,7 +1,5 @@
 """A replica that drains gets nothing more from routers, and its peers get what only it holds."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

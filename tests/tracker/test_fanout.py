@@ -1,7 +1,5 @@
 """The tracker as xinference and its operators call it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,8 +1,6 @@
 """A tracker and its replicas refuse each other's malformed messages; a tracker refuses and counts
 excess. Other replicas do not notice."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

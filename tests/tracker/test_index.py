@@ -1,8 +1,6 @@
 """The index as replicas and watchers see it, without a network or a clock. If several replicas want
 to compute a prefix, the first one does; the others learn how much."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """What a tracker notes: replicas that join, are lost and come back; the latest events, its own and
 those that replicas report."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

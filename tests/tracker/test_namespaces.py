@@ -1,7 +1,5 @@
 """Members of namespaces within the tracker's limits, and when their watchers are notified."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

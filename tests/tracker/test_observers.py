@@ -1,8 +1,6 @@
 """A router learns of a model's holdings, loads and settings as soon as they change. One that looks
 only from time to time misses no load, no departure and no prompt."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A consumer and a donor for the tests of transfer actors."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The links that two transfer actors make: by which transport, with whom, and for how long."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import NoReturn

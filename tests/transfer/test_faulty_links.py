@@ -1,8 +1,6 @@
 """Whatever a donor sends, only right rows become hits, the others are free again in time, at most
 our transfer process dies, and fetches from other donors work."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

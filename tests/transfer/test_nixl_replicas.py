@@ -1,8 +1,6 @@
 """Replicas over NIXL, by TCP: a donor that stops in the middle of a read or dies, a consumer that
 dies, and strangers cost at most a transfer process; no late byte meets a row that was reused."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rows are pulled, verified and counted, whatever the donor does."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Rows are sent to whoever has a valid ticket for them, and to nobody else."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

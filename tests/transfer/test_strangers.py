@@ -1,8 +1,6 @@
 """A process that is not one of the model's replicas gets no row, whatever it sends and to whichever
 port; the replicas go on sharing."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

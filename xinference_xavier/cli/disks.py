@@ -1,7 +1,5 @@
 """The commands for what replicas of this host have saved on a disk."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The commands for named prefixes."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

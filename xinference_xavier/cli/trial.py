@@ -6,8 +6,6 @@ requests go to the replicas in turn; then sharing and routing are as before. The
 show where the tokens came from.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import sys

@@ -15,8 +15,6 @@ Threading: the scheduler thread calls the methods, which return at once; a folde
 system that hangs. One thread looks at the files, another one reads them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -11,8 +11,6 @@ Belongs to the scheduler thread; any thread may read, and call `report`. Times a
 seconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field

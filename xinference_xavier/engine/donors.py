@@ -7,8 +7,6 @@ what it saves: with windows, a few chunks can save a whole prompt.
 A set of peers is an integer: see `Tier.holders`.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ import what it may lack, and a newer one than we have tested if it lacks what we
 then asks whether a newer one was allowed.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

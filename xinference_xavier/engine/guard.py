@@ -4,8 +4,6 @@ A `guarded` method costs a hit or a store where it fails. Methods whose failure 
 bytes are not guarded: a wrong token is worse than a dead engine.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -9,8 +9,6 @@ has one per instruction set, and a kernel may split a block into smaller ones. O
 its KV cache can tell.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import hashlib

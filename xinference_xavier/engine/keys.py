@@ -8,8 +8,6 @@ never on the scheduler thread: the first call loads the tokenizer, and a long pr
 Only text is considered: images, an adapter or a `cache_salt` would change a request's keys.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

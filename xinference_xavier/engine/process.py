@@ -12,8 +12,6 @@ should share listens to the log of engines and their workers, and reports the ca
 tracker. The worker that launches the engine asks there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -8,8 +8,6 @@ The first worker describes its pages in the region's note (`describe_pages`); th
 samples rows (`Sketcher`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

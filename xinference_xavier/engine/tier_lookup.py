@@ -15,8 +15,6 @@ Belongs to the scheduler thread. Every method returns at once, except that an id
 few milliseconds (`IdleWait`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import LookupResult

@@ -12,8 +12,6 @@ each reads or replaces one object at a time. Everything else belongs to the sche
 that any thread may call `under_way`. Times are monotonic seconds.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque

@@ -11,8 +11,6 @@ the file, and by what replicas say that they hold: so they want the same.
 Threading: one event loop, which gets its turn while thousands of names are looked through.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

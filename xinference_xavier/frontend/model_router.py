@@ -7,8 +7,6 @@ informed (`Routers`). No request waits for a tracker: a model's first requests a
 Threading: one event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

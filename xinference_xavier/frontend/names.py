@@ -10,8 +10,6 @@ Threading: one thread writes, another one reads, and calls return when it is don
 reads never waits for a lock or for a disk that is full.
 """
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import json

@@ -3,8 +3,6 @@
 Every check raises a ValueError that names the value, the reason and the remedy.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -4,8 +4,6 @@ What only decides where a request goes never fails: what cannot be read has no t
 goes by backlog alone. What decides what the model is given is read, or refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Mapping

@@ -14,8 +14,6 @@ Threading: the scheduler thread calls every method here, and each returns at onc
 threads of its own and reports through the `Fetch`, which one thread writes and any thread reads.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ version of xinference passes to vLLM unchanged. Clients choose ids, too. So the 
 mark with a key that the decode replica makes and that only routers receive (`Serving.mark_key`).
 """
 
-from __future__ import annotations
-
 import hmac
 import re
 from typing import Annotated, NamedTuple

@@ -6,8 +6,6 @@ prompt is to be kept says so, too. A client could write such an id, and would ge
 for with `prompt_cache_retention`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Every check raises a ValueError that names the value, and nothing else, whatever it is given.
 """
 
-from __future__ import annotations
-
 import enum
 import os
 import re

@@ -19,8 +19,6 @@ run in daemon threads, because they may never return: one for the index and for 
 reading. If they hang, reads end by their deadlines, and the cost model leaves the disk out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

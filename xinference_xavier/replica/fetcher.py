@@ -9,8 +9,6 @@ Each fetch is a span where the engine traces with OpenTelemetry. Without a trace
 vLLM, a span records nothing and its attributes are not computed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -17,8 +17,6 @@ requests, and by chunks of all of them.
 Threading: the replica's background loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

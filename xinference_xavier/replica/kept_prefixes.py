@@ -9,8 +9,6 @@ Threading: on the replica's background loop. Bounded: the replica keeps only wha
 of marked prompts no more than its pool holds.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

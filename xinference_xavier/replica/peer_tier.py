@@ -5,8 +5,6 @@ Threading: the scheduler thread calls the methods that `Tier` declares, which re
 post slow work to the replica's background loop. The loop opens and closes the tier.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -9,8 +9,6 @@ next heartbeat.
 Threading: the replica's background loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

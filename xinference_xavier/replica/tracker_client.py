@@ -10,8 +10,6 @@ Life cycle: `run` serves one session after the other until it is cancelled or th
 The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the mirror stays.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

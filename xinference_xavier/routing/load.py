@@ -11,8 +11,6 @@ holders and loads fit together. Replicas to which it has given none come behind 
 index renumbers its replicas, the arrays are made again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ Pure: no I/O; times are passed in, in monotonic seconds, and chance comes from `
 one thread, which is also the one that writes `holdings`.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import OrderedDict, deque

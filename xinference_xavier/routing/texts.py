@@ -15,8 +15,6 @@ with the same new text are known to be alike.
 Pure; belongs to one thread.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from collections import OrderedDict

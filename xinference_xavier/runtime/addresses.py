@@ -3,8 +3,6 @@
 xoscar has no brackets around IPv6 hosts; people may write them.
 """
 
-from __future__ import annotations
-
 import ipaddress
 
 PORTS_PER_REPLICA = 3  # of the engine, its transfer process and Gloo

@@ -1,7 +1,5 @@
 """asyncio with deadlines: calls that end in time, undone transactions, a loop in a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Facts about a process, its host and its parent: free memory, versions, limits. Linux only."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

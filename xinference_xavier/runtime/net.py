@@ -1,7 +1,5 @@
 """Hosts and ports to listen on, and actor pools that do."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import ipaddress

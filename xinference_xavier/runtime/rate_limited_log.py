@@ -3,8 +3,6 @@
 Threading: each `RateLimitedLog` belongs to one thread.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

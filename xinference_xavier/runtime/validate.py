@@ -6,8 +6,6 @@ tracker's calls are checked one by one: there, pydantic takes four times as long
 Every check raises ValueError, and nothing else, whatever it is given; the text names the value.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Annotated

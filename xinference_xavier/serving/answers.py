@@ -1,8 +1,6 @@
 """What the REST routes have in common: failures as HTTP answers, who may ask a model, and for which
 tenant."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 from urllib.parse import unquote_to_bytes

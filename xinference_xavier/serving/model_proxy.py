@@ -7,8 +7,6 @@ the replica keeps. The answer's `usage` reports what is kept from now on:
 xinference makes Anthropic's `usage` of it, and of `cached_tokens`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

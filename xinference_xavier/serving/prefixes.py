@@ -3,8 +3,6 @@
 Also their REST routes; docs/api.md lists their answers and status codes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3

@@ -4,8 +4,6 @@ Such names are used only here, in functions that say what they are for. `NEEDS` 
 is off without them; `tests/serving/test_seam.py` holds the installed versions against it.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import inspect

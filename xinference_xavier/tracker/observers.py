@@ -5,8 +5,6 @@ no state for it. Every report of a load gets the next version number, so that a 
 what is new.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import OrderedDict, deque

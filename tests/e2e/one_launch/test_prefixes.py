@@ -1,7 +1,5 @@
 """Named prefixes under xinference: computed once, used by name, and computed again when lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Under xinference a request goes to the replica that answers it first."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A supervisor in a real actor pool."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """A supervisor that stands in for xinference's: its signatures, and the fields that our wrapper
 touches. The actor pool and the tracker are real."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

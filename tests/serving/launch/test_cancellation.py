@@ -3,8 +3,6 @@
 The supervisor is the stand-in of `launching`; the actor pool and the tracker are real.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A replica's environment gets a vLLM that sharing supports, or nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

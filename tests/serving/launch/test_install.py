@@ -1,7 +1,5 @@
 """xinference's supervisor and worker are wrapped once, whichever version they are of."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

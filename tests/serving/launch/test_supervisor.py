@@ -1,8 +1,6 @@
 """A launch with sharing is one transaction around xinference's own, and one that could never share
 is refused before anything exists."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 from types import SimpleNamespace

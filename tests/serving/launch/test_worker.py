@@ -1,8 +1,6 @@
 """A worker puts itself into our configuration, a failed load says what the engine said, and a
 launch waits until its replicas can serve each other, but never for long."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

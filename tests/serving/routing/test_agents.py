@@ -1,7 +1,5 @@
 """The router takes a request for what the model gets of it, as coding agents send it."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The middleware remembers requests of text routes, ends their routes, and changes nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The text routes of xinference itself, through the router."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

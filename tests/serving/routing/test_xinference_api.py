@@ -1,8 +1,6 @@
 """The text routes are xinference's own, whatever their paths, and so are their tenants. The router
 learns what a request asks as xinference has read it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """A real browser: Debian's chromium without a window, driven by selenium."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

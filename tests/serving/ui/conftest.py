@@ -1,7 +1,5 @@
 """One browser and one stage for all tests of pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """xinference's launch dialog, operated like a person."""
 
-from __future__ import annotations
-
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys

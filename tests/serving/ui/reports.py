@@ -1,7 +1,5 @@
 """Reports as `GET /v1/xavier/{model_uid}` returns them, with realistic figures."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

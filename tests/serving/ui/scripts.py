@@ -1,7 +1,5 @@
 """Calls what the page's scripts export, without a browser."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -4,8 +4,6 @@
 the few answers of xinference's API that its launch dialog needs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """The page `/xavier/` in a real browser: its text in each state, and its updates."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

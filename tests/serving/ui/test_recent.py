@@ -1,7 +1,5 @@
 """The first view answers whether sharing helps now, from the samples of the last minutes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Our script is inserted into xinference's pages, and into nothing else. All that it and our page
 load comes from here."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

@@ -1,8 +1,6 @@
 """A sign-in on xinference's own page, then our page, in a browser: on xinference's own API, with a
 real tracker and real replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

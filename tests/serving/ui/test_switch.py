@@ -1,7 +1,5 @@
 """The switch in xinference's launch dialog, in a real browser on the pages that it ships."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

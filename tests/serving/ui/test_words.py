@@ -1,7 +1,5 @@
 """Page and launch dialog have all their texts in each language of xinference's own pages."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args

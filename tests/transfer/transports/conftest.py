@@ -1,7 +1,5 @@
 """Two regions, and a link from `there` to `here`. A test module chooses the `transport`."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Links over Gloo: rows never arrive late, and nothing stays of a link that has failed."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

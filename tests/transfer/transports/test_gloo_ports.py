@@ -1,7 +1,5 @@
 """Gloo listens on a port that the kernel chooses; here the kernel can only choose from a range."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Links of each transport: rows move from region to region, and only with the secret."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

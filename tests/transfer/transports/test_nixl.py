@@ -1,8 +1,6 @@
 """Links over NIXL, here by TCP: what reads memory stops only by itself, and only the consumer that
 knows the secret learns where the memory is."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import sys

@@ -1,8 +1,6 @@
 """Donors on this host are linked by shared memory; others, and those with which that failed, by
 another transport. Processes on different hosts must never count as being on one host."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

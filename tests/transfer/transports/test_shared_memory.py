@@ -1,7 +1,5 @@
 """Links over shared memory: the consumer copies what it was granted, and nothing else happens."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -7,8 +7,6 @@ A model that is terminated as a whole is not drained. A reload needs nothing her
 it for a single replica only, and lets its answers end by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

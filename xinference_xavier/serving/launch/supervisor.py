@@ -11,8 +11,6 @@ taken. So they are terminated here. The model is no longer listed, which tells t
 that it was cancelled. xinference also keeps the replicas' workers on record, which blocks the uid.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect
