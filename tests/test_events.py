@@ -27,8 +27,8 @@ from xinference_xavier.events import (
 
 
 def made(kind: type[Event]) -> Event:
-    values: dict[str, Any] = {"str": "text", "int": 1, "bool": True, "float": 1.5}
-    return kind(**{field.name: values[str(field.type)] for field in fields(kind)})
+    values: dict[Any, Any] = {str: "text", int: 1, bool: True, float: 1.5}
+    return kind(**{field.name: values[field.type] for field in fields(kind)})
 
 
 @pytest.mark.parametrize("kind", Event.__subclasses__(), ids=lambda kind: kind.__name__)
