@@ -115,7 +115,7 @@ class ScriptedTier(Tier):
         return fetch
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
-        if not (self.mirror.enabled and self.mirror.peers):
+        if not (self.is_ready and self.mirror.enabled and self.mirror.peers):
             return None
         self.claims.append(Claim(keys, seconds))
         return self.claims[-1]

@@ -76,7 +76,8 @@ def test_a_slow_disk_is_tried_once() -> None:
     """It has no link to open, so its first reading tells how fast it is."""
     vllm = Engine()
     vllm.fetch_and_finish(vllm.request(10, ["disk"]), 10.0)
-    assert vllm.attempt(vllm.request(10, ["disk"])) == 0
+    vllm.attempt(vllm.request(10, ["disk"]))
+    assert len(vllm.tier.fetches) == 1
 
 
 def test_a_slow_disk_that_has_more_does_not_hide_a_peer() -> None:
@@ -87,6 +88,15 @@ def test_a_slow_disk_that_has_more_does_not_hide_a_peer() -> None:
     assert vllm.attempt(request) is None
     fetch = vllm.tier.fetches[-1]
     assert (fetch.source, len(fetch.rows)) == ("a", 30)
+
+
+def test_a_disk_that_has_more_but_nothing_in_time_does_not_hide_a_peer() -> None:
+    vllm = Engine()
+    vllm.learn(100.0, 1.0, ["disk"])
+    vllm.learn(0.0, 0.001)
+    assert vllm.attempt(vllm.ask(40, disk=40, a=39)) is None
+    fetch = vllm.tier.fetches[-1]
+    assert (fetch.source, len(fetch.rows)) == ("a", 39)
 
 
 def test_a_fast_disk_is_preferred_to_a_slow_peer() -> None:

@@ -17,6 +17,7 @@ from tests.engine.scheduling import (
 )
 from tests.logged import records
 from xinference_xavier.pool.pool import PoolCounts
+from xinference_xavier.pool.tier import DISK
 
 FAILS = Mock(side_effect=ArithmeticError("planned"))
 
@@ -403,13 +404,16 @@ class TestAccounting:
 
     if find_spec("vllm.v1.metrics.cache_hit_source"):  # from 0.32 on
 
-        def test_vllm_learns_which_chunks_a_peer_supplied(self, vllm: Scheduling) -> None:
+        @pytest.mark.parametrize(("donor", "source"), [("a", "p2p"), (DISK, "disk")])
+        def test_vllm_learns_from_where_chunks_were_fetched(
+            self, vllm: Scheduling, donor: str, source: str
+        ) -> None:
             """vLLM asks only for chunks that it loads."""
-            request = vllm.ask(6, a=6)
+            request = vllm.ask(6, **{donor: 6})
             vllm.fill(request.keys[:2])
             vllm.attempt(request)
             vllm.tier.end(vllm.tier.fetches[0])
             vllm.schedule(request, vllm.scan(request) or 0)
-            source = vllm.manager.get_load_source
-            sources = [source(key, request.context).value for key in request.keys]
-            assert sources == 2 * ["host"] + 4 * ["p2p"]
+            asked = vllm.manager.get_load_source
+            sources = [asked(key, request.context).value for key in request.keys]
+            assert sources == 2 * ["host"] + 4 * [source]

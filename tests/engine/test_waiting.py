@@ -80,6 +80,17 @@ class TestOnePrefillPerCluster:
         (claim,) = vllm.tier.claims
         assert (claim.keys, claim.seconds) == (KEYS[4:], 6.0)
 
+    def test_what_only_a_slow_disk_has_is_waited_for(self, vllm: Scheduling) -> None:
+        vllm.manager.selection.adaptive = True
+        keys = chunks("other", 4)
+        vllm.tier.peers_hold(disk=keys)
+        vllm.fetch_and_finish(vllm.arrive("other", keys), 20.0)
+        vllm.tier.peers_hold(disk=KEYS, a=[])
+        request = self.waiting(vllm)
+        vllm.tier.peers_hold(disk=KEYS, a=KEYS[:4])
+        assert vllm.attempt(request) is None
+        assert [fetch.source for fetch in vllm.tier.fetches] == ["disk", "a"]
+
     def test_a_request_that_holds_the_claim_computes_and_releases_it(
         self, vllm: Scheduling
     ) -> None:

@@ -3,8 +3,10 @@ whatever its peers do. They offer whole prefixes, the most important ones first.
 removed, its peers have what only it held and others used lately."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 import hypothesis.strategies as st
 import pytest
@@ -22,10 +24,12 @@ from tests.harness.replicas import (
     wait_until_known,
 )
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.tier import FetchState
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.transfer import HotChunks
 from xinference_xavier.replica import hot_chunks as module
-from xinference_xavier.replica.hot_chunks import Answer, RecentPrompts, chosen
+from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.hot_chunks import BATCH, Answer, RecentPrompts, chosen, copy_rows
 
 ROWS = 64
 SHORT = 1.0
@@ -40,6 +44,26 @@ def answer(letters: str, uses: tuple[int, ...], named: int = 0) -> Answer:
 
 def letters(found: dict[str, list[bytes]]) -> dict[str, str]:
     return {donor: b"".join(keys).decode() for donor, keys in found.items()}
+
+
+class Granting:
+    """A fetcher whose donors have everything."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    async def start(self, fetch: PeerFetch) -> None:
+        fetch.committed = [row for row in fetch.rows if self.pool.commit(row, pins=1)]
+        fetch.state = FetchState.COMMITTED
+
+
+async def test_what_the_pool_has_already_does_not_end_a_copy() -> None:
+    pool, keys = Pool(1000), fresh_keys(2 * BATCH + 10)
+    for row in pool.reserve(keys[:BATCH]).rows:
+        pool.commit(row)
+    fetcher = cast(Fetcher, Granting(pool))
+    assert await copy_rows(pool, fetcher, "donor", keys, time.monotonic() + 60) == BATCH + 10
+    assert all(map(pool.holds, keys))
 
 
 def test_uses_at_all_peers_count_together() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,10 @@ class Hosts(NamedTuple):
         self.donor.evict(keys)
         wait_until(lambda: self.holders(keys) == {f"{name}/disk"}, "they have left the pool")
         return keys
+
+    def knows(self, keys: list[bytes]) -> bool:
+        """Whether the consumer knows what the donor's disk has."""
+        return "donor/disk" in self.holders(keys)
 
     def holders(self, keys: list[bytes]) -> set[str]:
         """Who holds all of them, as the consumer knows."""
@@ -97,6 +102,22 @@ def test_a_peer_evicts_nothing_for_another_s_fetch(hosts: Hosts) -> None:
     outcome = hosts.consumer.fetch("donor/disk", keys[3:], NEVER)
     assert (outcome.reason, outcome.committed) == ("not held", 0)
     assert hosts.holders(keys) == {"donor/disk"}
+
+
+def test_peers_that_ask_for_the_same_chunks_at_once_all_get_them(
+    hosts: Hosts, tracker_process: TrackerProcess, disks: Path
+) -> None:
+    with with_disks(tracker_process, disks, "another") as (another,):
+        for _ in range(5):
+            keys = hosts.save(4)
+            wait_until(partial(Hosts(hosts.donor, another).knows, keys), "the other one knows")
+            for consumer in (hosts.consumer, another):
+                consumer.begin_fetch("donor/disk", keys, NEVER)
+            outcomes = [each.end_fetch() for each in (hosts.consumer, another)]
+            assert [(each.reason, each.committed) for each in outcomes] == [(None, 4)] * 2
+            wait_until(lambda: is_free(hosts.donor), "the grants are released")
+            for replica in (*hosts, another):
+                replica.evict(keys)
 
 
 def test_chunks_that_left_the_disk_are_no_longer_expected_there(hosts: Hosts, disks: Path) -> None:

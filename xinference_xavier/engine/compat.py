@@ -19,6 +19,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from xinference_xavier.pool.tier import DISK
+
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -70,11 +72,14 @@ def watch_adapters(load: Callable[[LoRARequest, Callable[[], bool]], bool]) -> N
         core.add_lora = lambda request: load(request, partial(add, request))
 
 
-def load_source(from_peer: bool) -> "CacheHitSource":
-    """The source under which vLLM 0.32 and later count loaded tokens."""
+def load_source(fetched_from: str | None) -> "CacheHitSource":
+    """The source under which vLLM 0.32 and later count tokens that were loaded from the pool, to
+    which they may have been fetched."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    return CacheHitSource.P2P if from_peer else CacheHitSource.HOST
+    if fetched_from is None:
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if fetched_from == DISK else CacheHitSource.P2P
 
 
 def cpu_kernel(vllm_config: VllmConfig, spec: AttentionSpec) -> str:

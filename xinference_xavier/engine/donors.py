@@ -16,7 +16,7 @@ from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.request import Request
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import DISK, Tier
+from xinference_xavier.pool.tier import Tier
 
 _SHORTER = 0.8  # time with one more donor, relative to without
 _MAX_ATTEMPTS = 16  # to find where the windows of a hit are
@@ -50,6 +50,8 @@ class _Reach(NamedTuple):
     keys: list[bytes]
     holders: int
 
+
+_NOTHING = _Reach(0, 0, [], [], 0)
 
 _Groups = list[tuple[Group, list[bytes]]]
 """A request's groups with their keys."""
@@ -93,26 +95,25 @@ class DonorSelection:
         """
         groups = self._sorted_groups(request)
         eligible = ~(self._tier.set_of([*self._cost_model.left_out(), *request.failed]) | without)
-        reach = self._reach(request, groups, eligible, is_coming)
-        donors = self._ranked(reach.holders, len(reach.keys), busy, now) if reach else []
+        reach = self._reach(request, groups, eligible, is_coming) or _NOTHING
+        donors = self._ranked(reach.holders, len(reach.keys), busy, now)
         if self.adaptive and donors:
             in_time = self._cost_model.rate(donors[0], now).largest(deadline - now)
-            while reach is not None and len(reach.keys) > in_time:
+            while len(reach.keys) > in_time:
                 limit = reach.ends[int(in_time)] - 1
-                reach = self._reach(request, groups, eligible, is_coming, limit)
-        if reach is None or reach.end - reach.start < self.min_tokens:
-            return self._probe(groups, now)
+                reach = self._reach(request, groups, eligible, is_coming, limit) or _NOTHING
         start, end, _, keys, _ = reach
+        is_long = bool(keys) and end - start >= self.min_tokens
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
-        if donors and not fast:
-            disks = self._tier.set_of((DISK,)) | self._tier.peer_disks
-            if self._tier.set_of(donors) & disks:  # they may have more than faster ones
-                return self.plan(request, deadline, busy, is_coming, now, without=disks)
+        if is_long and (fast or not donors):
+            fast = fast[: self._count_donors(fast, len(keys), busy)]
+            return FetchPlan(fast, keys, self.prefill_seconds(start, end))
+        if self._tier.set_of(donors) & self._tier.disks:  # peers may have less, but faster
+            return self.plan(request, deadline, busy, is_coming, now, without=self._tier.disks)
+        if is_long:
             self._cost_model.decisions.computed += not request.counted.computes
             request.counted.computes = True
-            return self._probe(groups, now)
-        fast = fast[: self._count_donors(fast, len(keys), busy)]
-        return FetchPlan(fast, keys, self.prefill_seconds(start, end))
+        return self._probe(groups, now)
 
     def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:
         """Fetch a chunk from a peer that has been left out for long enough."""
@@ -127,7 +128,7 @@ class DonorSelection:
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
         """False if even all chunks of the prompt are predicted to be computed faster."""
-        holders = self._tier.holders(key)
+        holders = self._tier.holders(key) & ~self._tier.disks
         if not holders:
             return True
         groups = self._sorted_groups(request)

@@ -271,8 +271,8 @@ class XavierManager(OffloadingManager):
         self.workload.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
         rows = self._jobs.loading(req_id)
-        fetched = [row.origin == DISK for row in rows if row.key in request.fetched]
-        disk = loaded * sum(fetched) // max(1, len(rows))
+        fetched = [request.fetched[row.key] for row in rows if row.key in request.fetched]
+        disk = loaded * fetched.count(DISK) // max(1, len(rows))
         remote = loaded * len(fetched) // max(1, len(rows)) - disk
         if rows and tokens is not None and self.probes.wants_audit():
             self.probes.loaded(tokens, rows, request.ends())
@@ -322,7 +322,7 @@ class XavierManager(OffloadingManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
         """Called by vLLM 0.32 and later, after `count_prompt`."""
         request = _of(req_context)
-        return load_source(request.row_key(key) in request.fetched)
+        return load_source(request.fetched.get(request.row_key(key)))
 
     @guarded(_nothing_to_store)
     def prepare_store(

@@ -74,7 +74,7 @@ class Request:
     deadline: float | None = None  # of all its fetches
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
     failed: set[str] = field(default_factory=set)  # donors that it is not fetched from again
-    fetched: set[bytes] = field(default_factory=set)  # keys that arrived from a peer for it
+    fetched: dict[bytes, str] = field(default_factory=dict)  # source of each key fetched for it
     trace_headers: Mapping[str, str] | None = None
     excluded: bool = False  # neither stores nor loads anything
     stale: bool = False  # vLLM may have computed its blocks with other weights
@@ -191,7 +191,7 @@ class Request:
         """Stop waiting for fetches: chunks that arrived are HITs. The others are MISSes unless
         another donor has them."""
         for fetch in self.fetches:
-            self.fetched.update(row.key for row in fetch.committed)
+            self.fetched |= {row.key: fetch.source for row in fetch.committed}
             if fetch.state is not FetchState.COMMITTED:
                 self.failed.add(fetch.source)
         self.fetches = []

@@ -277,7 +277,7 @@ class TierLookup:
             keys.index(key) if group.window is None else request.prefix_tokens // group.chunk_tokens
         )
         rest = keys[place:]
-        if not self._tier.ready or self._tier.holders(rest[0]):  # held but not worth fetching
+        if not self._tier.ready or self._is_at_peer(rest[0]):  # held but not worth fetching
             return None
         size = group.chunk_tokens
         start = place * size
@@ -300,4 +300,9 @@ class TierLookup:
         return None if asked is None else Wait(asked, local_seconds, step, self._clock())
 
     def _is_computed(self, key: bytes) -> bool:
-        return bool(self._tier.holders(key)) or self._pool.lookup(key) is not None
+        return self._is_at_peer(key) or self._pool.lookup(key) is not None
+
+    def _is_at_peer(self, key: bytes) -> bool:
+        """Whether a peer holds the chunk in its pool. What disks hold tells nothing of what peers
+        are computing."""
+        return bool(self._tier.holders(key) & ~self._tier.disks)

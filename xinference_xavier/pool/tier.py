@@ -90,6 +90,11 @@ class Tier(ABC):
         return 0
 
     @property
+    def disks(self) -> int:
+        """The sources that are disks, the host's own among them. Nobody computes for a disk."""
+        return self.set_of((DISK,)) | self.peer_disks
+
+    @property
     @abstractmethod
     def ready(self) -> bool:
         """Whether `holders` and `submit_load` may be used."""

@@ -206,7 +206,9 @@ async def _copy_rows(
         while keys and time.monotonic() < deadline:
             rows = pool.reserve(keys[:BATCH], redundant=None).rows
             if not rows:
-                keys = [key for key in keys if not pool.holds(key)]
+                asked, keys = keys, [key for key in keys if not pool.holds(key)]
+                if len(keys) < len(asked):
+                    continue
                 if time.monotonic() >= patient:
                     break
                 await asyncio.sleep(_LOOK)

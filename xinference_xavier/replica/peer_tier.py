@@ -156,11 +156,16 @@ class PeerTier(Tier):
         return background is not None and background.namespace.is_settled
 
     @property
-    def ready(self) -> bool:
+    def reaches_peers(self) -> bool:
+        """Whether rows can be fetched from peers."""
         background = self._background
         return (
             background is not None and background.namespace.is_settled and background.process.ready
         )
+
+    @property
+    def ready(self) -> bool:
+        return self.reaches_peers
 
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
         return self.mirror.usable_run(keys, among)
@@ -176,7 +181,7 @@ class PeerTier(Tier):
         return self.mirror.sets.set_of(sources)
 
     def can_load_from(self, source: str) -> bool:
-        return self.ready and self.mirror.is_usable(source)
+        return self.reaches_peers and self.mirror.is_usable(source)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         """Compute the rows' checksums and publish them, within `GATHER` seconds."""
@@ -208,9 +213,9 @@ class PeerTier(Tier):
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
         background = self._background
-        if background is None or not (self.mirror.enabled and self.mirror.peers):
+        if background is None or not (self.reaches_peers and self.mirror.enabled):
             return None
-        if not background.canary.trusts_all:
+        if not self.mirror.peers or not background.canary.trusts_all:
             return None
         claim = Claim(keys, seconds)
         asked = background.post_if_room(lambda: spawn(background.client.claim(claim)))
@@ -242,10 +247,10 @@ class DiskTier(PeerTier):
 
     @property
     def ready(self) -> bool:
-        return bool(self._saved) or super().ready
+        return bool(self._saved) or self.reaches_peers
 
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        peers = among >> 1 if super().ready else 0
+        peers = among >> 1 if self.reaches_peers else 0
         count, peers = self.mirror.usable_run(keys, peers)
         saved = len([*takewhile(self._saved.__contains__, keys)]) if among & 1 else 0
         if max(count, saved) == 0:
@@ -275,6 +280,6 @@ class DiskTier(PeerTier):
 
     def _holders(self, key: bytes) -> int:
         peers = self.mirror.usable_set(key)
-        if peers and not super().ready:
+        if peers and not self.reaches_peers:
             peers = 0
         return peers << 1 | (key in self._saved)

@@ -220,6 +220,7 @@ class Replica:
             arrived=lambda rows: publish([row.key for row in rows]),
             rolled_back=self._events.rolled_back,
         )
+        self._disk_reads = asyncio.Lock()  # those for peers
         # Without xinference nothing holds requests back meanwhile.
         waits = config.replica is None or engine.sketch is None
         self.warm_join = WarmJoin(
@@ -392,7 +393,8 @@ class Replica:
         if keys != request.keys and held < len(keys):
             deadline = time.monotonic() + self._config.fetch_timeout
             try:
-                await copy_rows(self._pool, self._fetcher, DISK, [*keys[held:]], deadline)
+                async with self._disk_reads:  # what another peer has just read is not read again
+                    await copy_rows(self._pool, self._fetcher, DISK, [*keys[held:]], deadline)
             finally:
                 self.donor.grants.release(grant.grant_id)
             grant = self._grant(request)

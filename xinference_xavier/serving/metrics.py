@@ -338,7 +338,7 @@ _OF_REPLICA = (
     ),
     Family(
         "received_bytes_total",
-        "Bytes of chunks from peers that became hits.",
+        "Bytes of chunks from peers and the disk that became hits.",
         (*_REPLICA, "transport"),
         lambda replica: {labels: size["sum"] for labels, size in _sizes(replica).items()},
     ),

@@ -313,7 +313,7 @@ class Counters:
     requests: int = metric("requests_total", "Finished requests.")
     seconds_saved: float = metric(
         "saved_seconds",
-        "Time that computing the tokens from pool and peers would have taken at measured speed.",
+        "Time that computing the tokens from pool, disk and peers would take at measured speed.",
     )
     bytes_received: int = field(default=0, metadata=about("Bytes of chunks from peers."))
     bytes_sent: int = field(
