@@ -3,7 +3,9 @@
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +205,34 @@ def test_what_passes_is_no_damage() -> None:
     assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
 
 
+def test_a_fault_of_ours_costs_no_store() -> None:
+    assert not is_damage(KeyError(b"chunk"))
+    assert not is_damage(sqlite3.ProgrammingError("Cannot operate on a closed database."))
+
+
+def test_only_the_store_that_is_damaged_is_removed(
+    folder: Path, store: Store, region: Region, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have found the damage, too, and have begun it anew."""
+    save(store, region, 1)
+    store._connection.execute("UPDATE slots SET checksum = NULL, revision = revision + 1")
+    others = []
+
+    @contextmanager
+    def later(_: Path) -> Iterator[None]:
+        monkeypatch.undo()
+        discard(folder)
+        others.append(opened(folder, clock))
+        save(others[0], region, 2)
+        yield
+
+    monkeypatch.setattr("xinference_xavier.disk.locked", later)
+    with pytest.raises(StoreGoneError):
+        store.refresh()
+    assert saved(others[0]) == {2}
+    assert read(others[0], region, 2)
+
+
 def test_an_index_of_another_version_is_begun_anew(
     folder: Path, store: Store, region: Region, clock: Clock
 ) -> None:
@@ -239,6 +269,52 @@ def test_a_lower_limit_holds_at_once(
     assert (folder / "rows").stat().st_size == 2 * ROW_BYTES
 
 
+def test_a_lower_limit_of_one_disturbs_no_other(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    other = opened(folder, clock)
+    save(store, region, 1, 2, 3, 4)
+    assert saved(other) == {1, 2, 3, 4}
+    smaller = opened(folder, clock, slots=2)
+    assert saved(other) == saved(store) == {1, 2}, "nobody lists what is gone"
+    save(smaller, region, 5)
+    assert saved(other) == saved(store) == {2, 5}
+    save(store, region, 6, 7)
+    assert saved(other) == saved(smaller) == {2, 5, 6, 7}
+    assert all(read(other, region, number) for number in (2, 5, 6, 7))
+
+
+def test_a_store_that_is_there_is_opened_without_a_write(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    """The file system may be full."""
+    save(store, region, 1)
+    store.note("model", "qwen")
+
+    def version() -> int:
+        """Changes when another connection writes."""
+        (number,) = store._connection.execute("PRAGMA data_version").fetchone()
+        return number
+
+    before = version()
+    other = opened(folder, clock)
+    assert other.note("model", "qwen") == "qwen"
+    assert read(other, region, 1)
+    assert version() == before
+
+
+def test_what_a_failed_write_has_cost_is_used_before_rows_that_can_be_read(
+    store: Store, region: Region, clock: Clock
+) -> None:
+    save(store, region, 1, 2, 3, 4)
+    lost = store.reserve(1)
+    store.touch([key(2)])
+    clock.now += 601.0
+    store.touch([key(4)])
+    assert store.reserve(1) == lost
+    assert saved(store) == {2, 3, 4}
+
+
 def test_a_full_disk_is_used_as_far_as_it_goes(
     folder: Path, store: Store, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +344,30 @@ def test_a_process_that_stands_still_while_it_opens_the_store_blocks_nobody_for_
 def test_notes_are_everybodys(folder: Path, store: Store, clock: Clock) -> None:
     assert store.note("canary", {"layer": [1.5]}) == {"layer": [1.5]}
     assert opened(folder, clock).note("canary", {"layer": [2.5]}) == {"layer": [1.5]}
+
+
+def test_what_is_noted_already_may_be_merged_with(folder: Path, store: Store, clock: Clock) -> None:
+    def both(value: Any, noted: Any) -> Any:
+        return {**noted, **value}
+
+    assert store.note("canary", {"one": 1}, both) == {"one": 1}
+    assert store.note("canary", {"two": 2}, both) == {"one": 1, "two": 2}
+    assert opened(folder, clock).note("canary", {}) == {"one": 1, "two": 2}
+
+
+def test_any_thread_can_ask_whether_a_row_is_still_there(
+    folder: Path, store: Store, region: Region, clock: Clock
+) -> None:
+    other = opened(folder, clock)
+    (slot, *_) = save(store, region, 1, 2, 3, 4)
+    place = store.index[key(1)]
+    assert store.has(key(1), place)
+    assert not store.has(key(1), place._replace(checksum=0))
+    other._connection.execute("BEGIN IMMEDIATE")  # it waits for nobody
+    assert store.has(key(1), place)
+    other._connection.execute("ROLLBACK")
+    assert save(other, region, 5) == [slot]
+    assert not store.has(key(1), place)
 
 
 def test_only_the_owner_can_read_it(folder: Path, store: Store, region: Region) -> None:

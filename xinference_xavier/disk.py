@@ -10,8 +10,8 @@ out again after `_ABANDONED` seconds. Nothing is synced and no order of writes i
 row has a checksum, seeded by its chunk's key, which every reader verifies. So a row that is torn,
 cut off, swapped or changed is no row. An index that is damaged is removed, and its rows with it.
 
-Threading: any thread may read `index`, and call `read` and `write`, which block. All else is for
-one thread at a time.
+Threading: any thread may read `index`, and call `read`, `has` and `write`, which block. All else is
+for one thread at a time.
 """
 
 import errno
@@ -101,7 +101,12 @@ class Store:
         try:
             connection = _connect(self.folder)
             with closing_on_error(connection):
-                connection.execute("DELETE FROM slots WHERE slot >= ?", (self.slots,))
+                connection.execute(  # not DELETE: others that have it open see what changed
+                    "UPDATE slots SET key = NULL, checksum = NULL, used = 0,"
+                    " revision = (SELECT max(revision) + 1 FROM slots)"
+                    " WHERE slot >= ? AND key IS NOT NULL",
+                    (self.slots,),
+                )
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
@@ -123,6 +128,16 @@ class Store:
         """Fill `row`; False if the file ends before its end. The caller verifies the checksum."""
         return os.preadv(self._rows, [row], slot * self.row_bytes) == self.row_bytes
 
+    def has(self, key: bytes, place: Place) -> bool:
+        """Whether the chunk is still there. Waits neither for other threads nor for processes."""
+        file = (self.folder / _INDEX).absolute().as_uri()
+        with closing(sqlite3.connect(f"{file}?mode=ro", uri=True)) as connection:
+            found = connection.execute(
+                "SELECT 1 FROM slots WHERE slot = ? AND key = ? AND checksum = ?",
+                (place.slot, key, place.checksum.to_bytes(8)),
+            )
+            return found.fetchone() is not None
+
     def write(self, slot: int, row: memoryview) -> None:
         """Raises OSError if the disk is full; then the store grows no further."""
         try:
@@ -137,21 +152,22 @@ class Store:
 
     def refresh(self) -> None:
         """Take in what this and other processes have changed."""
-        self._check_inode()
-        changed = self._connection.execute(
-            "SELECT slot, key, checksum, revision FROM slots WHERE revision > ? ORDER BY revision",
-            (self._revision,),
-        )
-        for slot, key, digest, revision in changed:
-            self._revision = revision
-            old = self._keys.pop(slot, None)
-            if old is not None and self.index[old].slot == slot:
-                del self.index[old]
-                self._changes[old] = False
-            if key is not None:
-                self._keys[slot] = key
-                self.index[key] = Place(slot, int.from_bytes(digest))
-                self._changes[key] = True
+        with self._whole():
+            changed = self._connection.execute(
+                "SELECT slot, key, checksum, revision FROM slots WHERE revision > ?"
+                " ORDER BY revision",
+                (self._revision,),
+            )
+            for slot, key, digest, revision in changed:
+                self._revision = revision
+                old = self._keys.pop(slot, None)
+                if old is not None and self.index[old].slot == slot:
+                    del self.index[old]
+                    self._changes[old] = False
+                if key is not None:
+                    self._keys[slot] = key
+                    self.index[key] = Place(slot, int.from_bytes(digest))
+                    self._changes[key] = True
 
     def take_changes(self) -> dict[bytes, bool]:
         """The chunks that came to `index` (True) or left it (False) since the last call."""
@@ -159,15 +175,20 @@ class Store:
         return changes
 
     def reserve(self, count: int) -> list[int]:
-        """Slots that only the caller may write to: never used ones, then those that were used least
-        recently. Their entries are gone."""
+        """Slots that only the caller may write to: never used ones, then those without an entry,
+        then those that were used least recently. Their entries are gone."""
         with self._transaction() as (execute, revision):
             (used,) = execute("SELECT coalesce(max(slot) + 1, 0) FROM slots").fetchone()
             fresh = range(used, min(used + count, self.slots))
             rows = execute(
-                "SELECT slot FROM slots WHERE slot < ? AND (key IS NOT NULL OR used < ?)"
-                " ORDER BY used LIMIT ?",
-                (self.slots, self._clock() - _ABANDONED, count - len(fresh)),
+                "SELECT slot FROM slots WHERE slot < :end AND key IS NULL AND used < :abandoned"
+                " UNION ALL SELECT * FROM (SELECT slot FROM slots"
+                " WHERE slot < :end AND key IS NOT NULL ORDER BY used LIMIT :count) LIMIT :count",
+                {
+                    "end": self.slots,
+                    "abandoned": self._clock() - _ABANDONED,
+                    "count": count - len(fresh),
+                },
             )
             slots = [*fresh, *(slot for (slot,) in rows)]
             for slot in slots:
@@ -206,39 +227,62 @@ class Store:
                 execute("UPDATE slots SET used = ? WHERE key = ?", (self._clock(), key))
         os.utime(self.folder / _LOCK)
 
-    def note(self, name: str, value: Any) -> Any:
-        """The JSON-able note of this name, which is `value` unless there is one already."""
+    def note(
+        self, name: str, value: Any, merged: Callable[[Any, Any], Any] = lambda _, noted: noted
+    ) -> Any:
+        """The JSON-able note of this name: `value`, or `merged(value, noted)` if there was one."""
         with self._transaction() as (execute, _):
-            execute("INSERT OR IGNORE INTO notes VALUES (?, ?)", (name, json.dumps(value)))
-            (found,) = execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-        return json.loads(found)
+            row = execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+            text = json.dumps(value if row is None else merged(value, json.loads(row[0])))
+            if row != (text,):
+                execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, text))
+        return json.loads(text)
 
     @contextmanager
     def _transaction(self) -> Iterator[tuple[Callable[..., sqlite3.Cursor], int]]:
         """To execute statements in, with the revision of what they change."""
-        self._check_inode()
         execute = self._connection.execute
-        execute("BEGIN IMMEDIATE")
+        with self._whole():
+            execute("BEGIN IMMEDIATE")
+            try:
+                (latest,) = execute("SELECT coalesce(max(revision), 0) FROM slots").fetchone()
+                yield execute, latest + 1
+                execute("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Remove the store if its index turns out to be damaged."""
+        self._check_inode()
         try:
-            (latest,) = execute("SELECT coalesce(max(revision), 0) FROM slots").fetchone()
-            yield execute, latest + 1
-            execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                execute("ROLLBACK")
+            yield
+        except Exception as error:
+            if is_damage(error):
+                with locked(self.folder):
+                    self._check_inode()  # somebody else may have begun it anew
+                    discard(self.folder)
             raise
 
+    def is_gone(self) -> bool:
+        """Whether the folder was removed or replaced."""
+        try:
+            return (self.folder / _INDEX).stat().st_ino != self._inode
+        except FileNotFoundError:
+            return True
+
     def _check_inode(self) -> None:
-        with suppress(FileNotFoundError):
-            if (self.folder / _INDEX).stat().st_ino == self._inode:
-                return
-        raise StoreGoneError(errno.ENOENT, "the store was removed", str(self.folder))
+        if self.is_gone():
+            raise StoreGoneError(errno.ENOENT, "the store was removed", str(self.folder))
 
 
 def is_damage(error: Exception) -> bool:
     """Whether an index has to be removed: it is no database, malformed, of another version, or has
-    values that nobody writes. What the disk or another process does passes."""
-    return not isinstance(error, (OSError, sqlite3.OperationalError))
+    values that nobody writes. What the disk or another process does passes. Subclasses of
+    DatabaseError stand for that, or for faults of ours."""
+    return type(error) is sqlite3.DatabaseError or isinstance(error, (TypeError, ValueError))
 
 
 class _Closes(Protocol):
@@ -293,8 +337,10 @@ def _connect(folder: Path) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
             raise sqlite3.DatabaseError(f"{file} has version {version}, not {_VERSION}")
-        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-        connection.execute(f"PRAGMA user_version = {_VERSION}")
+        if version == 0:  # else nothing is written: the file system may be full
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;"
+            )
     return connection
 
 

@@ -16,10 +16,11 @@ from tests.harness.replicas import content, fresh_keys
 from xinference_xavier import disk as store_module
 from xinference_xavier.disk import Store, folder_of, summaries
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.pool import Pool, Row, flush
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import DISK, FetchState
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
+from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica import disk as module
 from xinference_xavier.replica.canary import Difference, Sketch
 from xinference_xavier.replica.disk import Disk, DiskState
@@ -48,7 +49,8 @@ class Life:
         self.disk.move(self.namespace.lasting)
         self.mirror = Mirror("own")
         self.tier = DiskTier(self.pool, self.mirror, self.disk)
-        peers: Any = type("Peers", (), {"differing": set[str](), "trusts": lambda *_: True})()
+        members = {"differing": set[str](), "trusts": lambda *_: True, "doubt": lambda *_: None}
+        peers: Any = type("Peers", (), members)()
         self.arrived: list[Row] = []
         self.fetcher = Fetcher(
             incarnation="own",
@@ -82,9 +84,14 @@ class Life:
 
     async def fetch(self, keys: Sequence[bytes], seconds: float = NEVER) -> PeerFetch:
         rows = self.pool.reserve(keys).rows
+        for row in rows:
+            row.origin = DISK
         fetch = PeerFetch(DISK, rows, time.monotonic() + seconds)
         await self.fetcher.start(fetch)
         return fetch
+
+    def forget(self, origin: str) -> None:
+        flush(self.pool, lambda row: row.origin == origin)
 
     def holds(self, keys: Sequence[bytes]) -> bool:
         """Whether the pool has the right bytes of these chunks."""
@@ -114,7 +121,7 @@ class Life:
 async def life(parent: Path, canary: Sketch | None = CANARY, **options: Any) -> AsyncIterator[Life]:
     """With a `canary` that its engine computes at the start."""
     replica = Life(parent, **options)
-    running = asyncio.ensure_future(replica.disk.run())
+    running = asyncio.ensure_future(replica.disk.run(replica.forget))
     if canary is not None:
         replica.disk.probed(b"canary", canary)
         await replica.until(lambda: replica.disk.state in (DiskState.OPEN, DiskState.DIFFERS))
@@ -268,6 +275,97 @@ async def test_a_failed_audit_ends_the_use_of_the_disk(tmp_path: Path) -> None:
         assert not replica.disk.index
 
 
+async def test_what_is_being_read_when_an_audit_fails_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with life(tmp_path) as replica:
+        keys, answers = await hanging(replica, monkeypatch)
+        fetch = PeerFetch(DISK, replica.pool.reserve(keys).rows, time.monotonic() + NEVER)
+        fetching = replica.fetcher.start(fetch)
+        await replica.until(lambda: replica.disk._readers.waiting == 0)
+        replica.disk.distrust(Difference("layer", 1.5))
+        answers.set()
+        await fetching
+        assert (fetch.state, fetch.reason) == (FetchState.ROLLED_BACK, "not compared")
+        assert not replica.arrived
+        assert replica.pool.counts() == (ROWS, 0, 0, 0, 0)
+
+
+async def test_what_has_just_been_read_when_an_audit_fails_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        replica.pool.reset()
+        read = replica.disk._read
+
+        async def distrusted(*args: Any) -> PullResult:
+            result = await read(*args)
+            replica.disk.distrust(Difference("layer", 1.5))
+            return result
+
+        monkeypatch.setattr(replica.disk, "_read", distrusted)
+        fetch = await replica.fetch(keys)
+        assert (fetch.state, fetch.reason) == (FetchState.ROLLED_BACK, "not compared")
+        assert not replica.arrived
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_once_the_store_with_a_wrong_row_is_removed_another_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    """As the log says, also if it has just failed."""
+    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
+    before, after = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save([before])
+        if not is_open:
+            replica.disk._close()
+        replica.disk.distrust(Difference("layer", 1.5))
+        await replica.until(lambda: replica.disk._store is not None)
+        assert replica.disk.state is DiskState.DIFFERS
+        store_module.remove(folder_of(tmp_path, "namespace", ROW_BYTES))
+        await replica.until(lambda: replica.disk.state is DiskState.OPEN)
+        assert not replica.disk.index
+        await replica.save([after])
+
+
+async def test_a_canary_that_comes_later_is_compared_too(tmp_path: Path) -> None:
+    """Engines may differ only far into a prompt."""
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        replica.disk.probed(b"long", CANARY)
+        await replica.save(keys)
+        (summary,) = summaries(tmp_path)
+        assert f"canary {b'long'.hex()}" in summary.notes
+    async with life(tmp_path) as other:
+        await other.fetch(keys)
+        assert other.holds(keys)
+        other.disk.probed(b"long", OTHER)
+        await other.until(lambda: other.disk.state is DiskState.DIFFERS)
+        assert not other.disk.index
+        await other.until(lambda: not other.holds(keys))  # what was read before is forgotten
+    async with life(tmp_path) as again:
+        again.disk.probed(b"long", CANARY)
+        await again.save(fresh_keys(1))
+        assert set(keys) <= again.disk.index.keys()
+
+
+async def test_all_layers_of_a_canary_are_compared(tmp_path: Path) -> None:
+    """An engine computes some groups of them first."""
+    deep, wrong = {"deep": CANARY["layer"]}, {"deep": OTHER["layer"]}
+    async with life(tmp_path) as replica:
+        replica.disk.probed(b"canary", deep)
+        await replica.save(fresh_keys(1))
+    async with life(tmp_path) as other:
+        other.disk.probed(b"canary", wrong)
+        await other.until(lambda: other.disk.state is DiskState.DIFFERS)
+    async with life(tmp_path) as again:
+        again.disk.probed(b"canary", deep)
+        await again.save(fresh_keys(1))
+
+
 async def test_a_store_with_a_wrong_row_is_not_used_after_a_parting_either(tmp_path: Path) -> None:
     async with life(tmp_path) as replica:
         replica.disk.distrust(Difference("layer", 1.5))
@@ -312,6 +410,25 @@ async def test_a_damaged_row_ends_the_fetch_before_it_and_is_forgotten(tmp_path:
         assert again.pool.counts().filling == 0
         await again.until(lambda: keys[2] not in again.disk.index)
         assert keys[3] in again.disk.index
+
+
+async def test_whole_rows_before_a_damaged_one_wait_for_nobody(tmp_path: Path) -> None:
+    """Such as the writing of others."""
+    keys = fresh_keys(3)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        await replica.until(lambda: replica.pool.counts().pinned == 0)
+        replica.pool.reset()
+        damaged(tmp_path, replica.disk.index[keys[1]].slot)
+        begun, go_on = threading.Event(), threading.Event()
+        replica.disk._thread.submit(lambda: (begun.set(), go_on.wait()))
+        await replica.until(begun.is_set)
+        fetch = PeerFetch(DISK, replica.pool.reserve(keys).rows, time.monotonic() + NEVER)
+        fetching = replica.fetcher.start(fetch)
+        await replica.until(fetching.done)
+        assert (len(fetch.committed), fetch.reason) == (1, "checksum")
+        assert replica.pool.counts() == (ROWS, 1, 0, 1, 0), "nothing in quarantine"
+        go_on.set()
 
 
 async def test_a_row_that_another_replica_replaces_meanwhile_is_not_held(
@@ -460,6 +577,76 @@ async def test_a_full_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.Mon
         assert replica.holds([saved])
 
 
+@pytest.mark.parametrize("call", ["touch", "remove", "reserve", "commit"])
+async def test_a_disk_without_room_for_the_index_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    saved, gone, lost = fresh_keys(3)
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with life(tmp_path) as replica:
+        await replica.save([gone, saved])
+        replica.pool.reset()
+        damaged(tmp_path, replica.disk.index[gone].slot)
+        monkeypatch.setattr(Store, call, full)
+        await replica.fetch([gone])  # to be removed
+        replica.disk.used([saved])  # to be touched
+        replica.compute([lost])
+        replica.disk.keep([lost])
+        await replica.until(lambda: "disk is full" in replica.disk.report().problem)
+        assert replica.disk.state is DiskState.OPEN
+        await replica.fetch([saved])
+        assert replica.holds([saved])
+        assert replica.disk.report().failures == 1, "it is tried again later"
+
+
+async def test_a_disk_without_room_for_a_note_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be noted for others is compared later."""
+    saved, wanted = fresh_keys(2)
+    note = Store.note
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with life(tmp_path) as replica:
+        await replica.save([saved])
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "note", full)
+            replica.disk.probed(b"long", CANARY)
+            await replica.until(lambda: "disk is full" in replica.disk.report().problem)
+        replica.pool.reset()
+        await replica.fetch([saved])
+        assert replica.holds([saved])
+        replica.compute([wanted])
+        replica.disk.keep([wanted])
+        replica.disk._save_at = 0.0
+        await replica.until(lambda: wanted in replica.disk.index)
+        assert Store.note is note
+        (summary,) = summaries(tmp_path)
+        assert f"canary {b'long'.hex()}" in summary.notes
+
+
+async def test_a_disk_that_cannot_be_written_to_loses_a_row_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, lost = fresh_keys(8), fresh_keys(8)
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    async with life(tmp_path, slots=8) as replica:
+        await replica.save(saved)
+        monkeypatch.setattr(Store, "write", fail)
+        replica.compute(lost)
+        replica.disk.keep(lost)
+        await replica.until(lambda: replica.disk.report().failures == 1)
+        assert [*replica.disk.index] == saved[1:]
+
+
 async def test_a_disk_that_has_room_again_has_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,6 +693,24 @@ async def test_an_index_with_values_that_nobody_writes_is_begun_anew(
     async with life(tmp_path) as again:
         assert again.disk.report().failures == 1
         await again.save([after])
+
+
+async def test_a_damaged_index_that_cannot_be_removed_does_not_end_the_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system may have become read-only."""
+
+    def fail(_: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    async with life(tmp_path) as replica:
+        await replica.save(fresh_keys(1))
+        monkeypatch.setattr(store_module, "discard", fail)
+        with sqlite3.connect(folder_of(tmp_path, "namespace", ROW_BYTES) / "index.db") as index:
+            index.execute("UPDATE slots SET checksum = NULL, revision = revision + 1")
+        index.close()
+        await replica.until(lambda: "Read-only" in replica.disk.report().problem)
+        await replica.until(lambda: replica.disk.state is DiskState.CLOSED)
 
 
 async def test_a_limit_without_room_for_a_chunk_is_said(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ or while a named prefix has it; only what this engine has computed itself. It is
 | CLOSED    | the store is opened, if we may | COMPARING: it is open                             |
 | COMPARING | waits for the engine's canary  | OPEN: whoever saved rows here computed the same   |
 |           |                                | DIFFERS: it did not                               |
-| OPEN      | rows are saved and read        | DIFFERS: an audit found a row that is not ours    |
-| DIFFERS   | nothing                        |                                                   |
+| OPEN      | rows are saved and read        | DIFFERS: an audit found a row that is not ours,   |
+|           |                                | or a canary that came later differs               |
+| DIFFERS   | waits for another store        | CLOSED: somebody has removed this one             |
 
-Each state is left for CLOSED when the namespace changes, or when the disk fails.
+Each state is left for CLOSED when the namespace changes, and all but DIFFERS when the disk fails.
 
 Threading: the replica's background loop; the scheduler thread asks a `DiskTier`. Calls to the disk
 run in daemon threads, because they may never return: one for the index and for writing, others for
@@ -23,6 +24,7 @@ import asyncio
 import errno
 import logging
 import shutil
+import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -99,6 +101,7 @@ class Disk:
         self._namespace: str | None = None
         self._store: Store | None = None
         self._sketches: dict[str, Sketch] = {}  # by canary
+        self._compared: dict[str, Sketch] = {}  # those of them that the store agrees with
         self._once: OrderedDict[bytes, None] = OrderedDict()  # chunks that one request had
         self._wanted: dict[bytes, None] = {}  # to be saved
         self._offered: set[bytes] = set()
@@ -158,7 +161,7 @@ class Disk:
 
     def distrust(self, found: Difference) -> None:
         """A row of the store differs from what the engine computes."""
-        self._close()
+        self._withdraw()
         self.state = DiskState.DIFFERS
         self._log.warn(
             "differs",
@@ -235,9 +238,9 @@ class Disk:
                 cancelled = error
         if cancelled is not None:
             raise cancelled
+        if store.index is not self.index:  # it was closed, or its rows are not ours
+            return PullResult(0, _NOT_HELD, DISK)
         outcomes = reading.result()
-        if _DAMAGED in outcomes and store is self._store:
-            outcomes = await self._call(self._look_again, store, outcomes, places)
         reasons = [*map(self._reason, outcomes, places), _NOT_HELD]
         verified = len([*takewhile(lambda reason: reason is None, reasons)])
         return PullResult(verified, None if verified == len(rows) else reasons[verified], DISK)
@@ -253,66 +256,98 @@ class Disk:
         return "disk"
 
     def _read_row(self, store: Store, row: Row, place: Place) -> str | None:
-        """Why it is not the chunk's row; None if it is. Raises OSError."""
+        """Why it is not the chunk's row; None if it is. Raises OSError, sqlite3.Error."""
         complete = store.read(place.slot, self._region.row(row.slot).data)
         is_equal = complete and self._region.checksum(row.slot, row.key) == place.checksum
-        return None if is_equal else _DAMAGED
+        if is_equal:
+            return None
+        # Another replica may have reused the slot.
+        return _DAMAGED if store.has(row.key, place) else _NOT_HELD
 
     # -- saving ---------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Save what is wanted, and keep the index up to date, until cancelled."""
+    async def run(self, forget: Callable[[str], object]) -> None:
+        """Save what is wanted, and keep the index up to date, until cancelled. If the engine turns
+        out to compute other rows, `forget` those that came from the disk."""
         while True:
+            before = self.state
             with suppress(TimeoutError):
                 await within(0.0 if self._wanted and self._saves else _PAUSE, self._news.wait())
             self._news.clear()
-            namespace = self._namespace
             try:
                 await self._work()
             except Exception as error:  # whatever it is, sharing goes on
                 self._failed(error)
-                self._close()
-                if namespace is not None and disk.is_damage(error):
-                    await self._call(disk.discard, self._folder(namespace))
+                if self.state is not DiskState.DIFFERS:
+                    self._close()
+            if self.state is DiskState.DIFFERS is not before:
+                forget(DISK)
+
+    async def _begin(self) -> Store | None:
+        """The namespace's store, opened anew; None if there is none, or until the next try."""
+        now, namespace = time.monotonic(), self._namespace
+        if namespace is None or now < self._open_at:
+            return None
+        self._open_at = now + _RETRY
+        store = await self._call(self._open, namespace)
+        if namespace != self._namespace:  # it has changed meanwhile
+            await self._call(store.close)
+            return None
+        self._store, self.stats.problem = store, ""
+        if self.state is DiskState.CLOSED:
+            self.state = DiskState.COMPARING
+        return store
 
     async def _work(self) -> None:
-        now, namespace = time.monotonic(), self._namespace
-        if namespace is None or self.state is DiskState.DIFFERS:
-            return
-        if self._store is None and now >= self._open_at:
-            self._open_at = now + _RETRY
-            store = await self._call(self._open, namespace)
-            if namespace != self._namespace:  # it has changed meanwhile
-                await self._call(store.close)
-                return
-            self._store, self.state, self.stats.problem = store, DiskState.COMPARING, ""
-        store = self._store
+        store = self._store or await self._begin()
         if store is None:
             return
-        if self.state is DiskState.COMPARING and self._sketches:
-            found = await self._call(self._compare, store, {**self._sketches})
-            if store is not self._store:
-                return
-            if found is not None:
-                self.distrust(found)
-                return
-            self.state, self.index = DiskState.OPEN, store.index
-        if self.state is not DiskState.OPEN:
+        if self.state is DiskState.DIFFERS:
+            if await self._call(store.is_gone) and store is self._store:
+                self._close()
             return
-        touched, self._touched = self._touched, set()
-        void, self._void = self._void, []
-        rows = self._pinned() if self._saves else []
+        await self._agree(store)
+        if store.index is not self.index:
+            return
+        touched, void, rows = set[bytes](), list[tuple[bytes, int]](), list[Row]()
+        if self._saves:
+            touched, self._touched = self._touched, touched
+            void, self._void = self._void, void
+            rows = self._pinned()
         try:
             failure, changes = await self._call(self._update, store, touched, void, rows)
         finally:
             self._pool.unpin(rows)
-        if store is self._store:
+        if store.index is self.index:
             self._changes.update(changes)
-        if failure is not None:  # it may be full, and be read all the same
-            self._failed(failure)
-            self._save_at = time.monotonic() + _RETRY
+        if failure is not None:
+            self._cannot_write(failure)
         elif rows:
             self.stats.problem = ""
+
+    async def _agree(self, store: Store) -> None:
+        """Compare what the engine has computed since the last time."""
+        known = self._compared
+        new = {name: each for name, each in self._sketches.items() if known.get(name) is not each}
+        if not new or time.monotonic() < self._save_at:
+            return
+        try:
+            found = await self._call(self._compare, store, new)
+        except sqlite3.OperationalError as error:
+            self._cannot_write(error)
+            return
+        if store is not self._store or self.state is DiskState.DIFFERS:
+            return
+        if found is not None:
+            self.distrust(found)
+            return
+        self._compared.update(new)
+        self.state, self.index = DiskState.OPEN, store.index
+
+    def _cannot_write(self, error: Exception) -> None:
+        """The disk may be full, and be read all the same."""
+        self._failed(error)
+        self._save_at = time.monotonic() + _RETRY
 
     @property
     def _saves(self) -> bool:
@@ -351,29 +386,18 @@ class Disk:
         """Calls to the store that are under way go on."""
         if self._store is not None:
             self._thread.submit(self._store.close)
+        self._withdraw()
+        self._store, self.state = None, DiskState.CLOSED
+
+    def _withdraw(self) -> None:
+        """Nothing can be read."""
         self._changes.update(dict.fromkeys([*self.index], False))
-        self.index, self._store = {}, None
+        self.index = {}
         self._touched.clear()
         self._void.clear()
-        self.state = DiskState.CLOSED
+        self._compared.clear()
 
     # -- in the thread for the index ------------------------------------------------------------
-
-    def _look_again(
-        self,
-        store: Store,
-        outcomes: Sequence[str | BaseException | None],
-        places: Sequence[tuple[Row, Place]],
-    ) -> list[str | BaseException | None]:
-        """Tell rows whose slots another replica has reused since from damaged ones."""
-        try:
-            store.refresh()
-        except Exception as error:  # it may have been closed meanwhile
-            self._failed(error)
-        return [
-            _NOT_HELD if outcome == _DAMAGED and store.index.get(row.key) != place else outcome
-            for outcome, (row, place) in zip(outcomes, places, strict=True)
-        ]
 
     def _open(self, namespace: str) -> Store:
         if time.monotonic() >= self._clean_up_at:
@@ -398,7 +422,7 @@ class Disk:
     def _compare(self, store: Store, sketches: Mapping[str, Sketch]) -> Difference | None:
         """How the engine differs from those that have used the store."""
         for name, sketch in sketches.items():
-            if (found := difference(sketch, store.note(name, sketch))) is not None:
+            if (found := difference(sketch, store.note(name, sketch, _merged))) is not None:
                 return found
         return None
 
@@ -408,25 +432,34 @@ class Disk:
         touched: Iterable[bytes],
         void: Sequence[tuple[bytes, int]],
         rows: Sequence[Row],
-    ) -> tuple[OSError | None, dict[bytes, bool]]:
-        """Returns why not all rows could be written, and how the index changed."""
-        if touched:
-            store.touch(touched)
-        if void:
-            store.remove(void)
-        failure = self._save(store, rows) if rows else None
+    ) -> tuple[Exception | None, dict[bytes, bool]]:
+        """Returns why not all could be written, and how the index changed."""
+        failure = None
+        try:
+            if touched:
+                store.touch(touched)
+            if void:
+                store.remove(void)
+            if rows:
+                self._save(store, rows)
+        except (OSError, sqlite3.OperationalError) as error:
+            failure = error
         store.refresh()
         return failure, store.take_changes()
 
-    def _save(self, store: Store, rows: Sequence[Row]) -> OSError | None:
-        written, failure = [], None
+    def _save(self, store: Store, rows: Sequence[Row]) -> None:
+        written = []
         try:
-            for slot, row in zip(store.reserve(len(rows)), rows, strict=False):
-                store.write(slot, self._region.row(row.slot).data)
-                assert row.checksum is not None, "only such rows are saved"
-                written.append((slot, row.key, row.checksum))
-        except OSError as error:
-            failure = error
-        store.commit(written)
-        self.stats.written_bytes += len(written) * store.row_bytes
-        return failure
+            for row in rows:
+                for slot in store.reserve(1):  # what was there is lost, whatever happens
+                    store.write(slot, self._region.row(row.slot).data)
+                    assert row.checksum is not None, "only such rows are saved"
+                    written.append((slot, row.key, row.checksum))
+        finally:
+            store.commit(written)
+            self.stats.written_bytes += len(written) * store.row_bytes
+
+
+def _merged(sketch: Sketch, noted: Sketch) -> Sketch:
+    """The note with further layers of an engine that agrees with it."""
+    return noted if difference(sketch, noted) else {**noted, **sketch, **noted}

@@ -34,7 +34,7 @@ from xinference_xavier.protocol.transfer import (
     check_grant,
 )
 from xinference_xavier.replica.canary import Canary
-from xinference_xavier.replica.disk import Disk
+from xinference_xavier.replica.disk import Disk, DiskState
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -280,12 +280,17 @@ class Fetcher:
                 self._transports[fetch.donor] = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
-        if fetch.donor in self._canary.differing or parts != self._namespace.parts:
+        if self._differs(fetch.donor) or parts != self._namespace.parts:
             raise GrantRefusedError("not compared")
         reason = self._commit(fetch, checksums, result)
         if len(fetch.committed) == len(fetch.rows):
             self._finish(fetch, reason)  # at once: only the grant is left to release
         return reason
+
+    def _differs(self, donor: str) -> bool:
+        if self._disk is not None and donor == DISK:
+            return self._disk.state is DiskState.DIFFERS
+        return donor in self._canary.differing
 
     def _commit(self, fetch: PeerFetch, checksums: Sequence[int], result: PullResult) -> str | None:
         verified = zip(fetch.rows[: result.verified], checksums, strict=False)

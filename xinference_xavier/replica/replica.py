@@ -297,7 +297,7 @@ class Replica:
                 self._housekeep(),
                 self.warm_join.run(),
                 self._departures.close_late_links(),
-                *([] if self._disk is None else [self._disk.run()]),
+                *([] if self._disk is None else [self._disk.run(self.flush)]),
             )
         ]
         scope.undo(self._end, background)
