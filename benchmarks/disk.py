@@ -75,7 +75,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
     pool = Pool(ROWS)
     disk = Disk(parent, ROUNDS_IN_FILE * ROWS * ROW_BYTES, "model", region, pool)
     disk.move("namespace")
-    running = asyncio.ensure_future(disk.run())
+    running = asyncio.ensure_future(disk.run(lambda _: None))
     disk.probed(b"canary", {})
     direct, files = _Direct(parent / "direct", region), _Files(parent / "files", region)
     rates: dict[str, list[float]] = {

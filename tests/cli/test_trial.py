@@ -7,6 +7,7 @@ import pytest
 
 from xinference_xavier.cli import trial
 from xinference_xavier.cli.trial import Answer, CannotTryError, Trial, conclude
+from xinference_xavier.errors import ApiError
 
 
 class Client:
@@ -21,6 +22,29 @@ class Client:
         mode = "auto" if self._knows_routing and self._asked > 2 else ""
         able = [SimpleNamespace(replica=name, not_sharing=None) for name in ("m-0", "m-1")]
         return SimpleNamespace(replicas=able, routing=SimpleNamespace(mode=mode))
+
+
+class Switched(Client):
+    """Does not switch sharing, or routing to off."""
+
+    def __init__(self, *fails: object) -> None:
+        super().__init__(knows_routing=True)
+        self._fails = fails
+        self.done: list[object] = []
+
+    def status(self, model: str) -> Any:
+        return SimpleNamespace(**vars(super().status(model)), enabled=True)
+
+    def switch(self, model: str, enabled: bool) -> None:
+        self._do(enabled)
+
+    def set_routing(self, model: str, mode: str) -> None:
+        self._do(mode)
+
+    def _do(self, what: object) -> None:
+        self.done.append(what)
+        if what in self._fails:
+            raise ApiError(503, "no answer")
 
 
 class StandIn:
@@ -104,3 +128,13 @@ def test_replicas_that_never_report_are_not_tried(monkeypatch: pytest.MonkeyPatc
     client: Any = Client(knows_routing=False)
     with pytest.raises(CannotTryError, match="no replica has reported its load"):
         Trial(client, "m")
+
+
+@pytest.mark.parametrize("fails", ["off", True])
+def test_routing_is_put_back_whatever_fails(monkeypatch: pytest.MonkeyPatch, fails: object) -> None:
+    monkeypatch.setattr(trial, "_POLL", 0)
+    client: Any = Switched(fails)
+    tested = Trial(client, "m")
+    with pytest.raises(ApiError), tested.in_turn():
+        pass
+    assert client.done == ["off", True, "auto"]

@@ -3,6 +3,8 @@ theirs is lost."""
 
 import asyncio
 from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from tests.frontend.cluster import CHUNK, Cluster, document, keys
 from xinference_xavier.frontend import model_router as module
 from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError, Route
 from xinference_xavier.protocol.load import ScheduledPrompt
-from xinference_xavier.protocol.tracker import pack
+from xinference_xavier.protocol.tracker import pack, without_rank
 from xinference_xavier.routing.texts import Text
 
 
@@ -230,7 +232,7 @@ async def test_requests_that_wait_for_a_router_that_is_closed_go_in_turn() -> No
     cluster = Cluster("m-0", request_limit=1)
     running = await route(cluster)
     asking = asyncio.create_task(cluster.router.route())
-    moving = asyncio.create_task(cluster.router.move(running, full=True))
+    moving = asyncio.create_task(cluster.router.move(running, module.Failure.FULL))
     for _ in range(5):
         await asyncio.sleep(0)
     cluster.router.close()
@@ -240,6 +242,34 @@ async def test_requests_that_wait_for_a_router_that_is_closed_go_in_turn() -> No
     cluster.router.end(running)
     assert not cluster.router._routes
     assert not cluster.router._queue.first
+
+
+async def expires(cluster: Cluster, running: Route) -> None:
+    """The tracker is lost."""
+    cluster.now += 10.0
+    cluster.router.admit()
+
+
+async def is_closed(cluster: Cluster, running: Route) -> None:
+    assert not await cluster.router.move(running)
+    cluster.router.end(running)
+
+
+async def leaves(cluster: Cluster, running: Route) -> None:
+    cluster.tell(gone=["m-0"])
+
+
+@pytest.mark.parametrize("happens", [expires, is_closed, leaves])
+async def test_requests_that_wait_go_in_turn_once_no_replica_works(happens: Any) -> None:
+    cluster = Cluster("m-0", request_limit=1)
+    running = await route(cluster)
+    asking = [asyncio.create_task(cluster.router.route()) for _ in range(2)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await happens(cluster, running)
+    cluster.join("m-1")  # they have gone
+    assert await asyncio.gather(*asking) == [None, None]
+    assert cluster.router.loads()["m-1"].requests == 0
 
 
 async def test_ten_thousand_requests_wait() -> None:
@@ -293,10 +323,86 @@ async def test_a_replica_that_is_full_gets_none_until_it_reports() -> None:
     cluster = Cluster("m-0", "m-1")
     refused = await route(cluster)
     first = refused.replica
-    assert await cluster.router.move(refused, full=True)
+    assert await cluster.router.move(refused, module.Failure.FULL)
     assert {(await route(cluster)).replica for _ in range(4)} == {refused.replica}
     cluster.tell(cluster.load(first))
     assert (await route(cluster)).replica == first
+
+
+async def test_a_replica_that_does_not_serve_yet_costs_a_request_nothing() -> None:
+    """Neither its place in the queue nor its one move. The replica gets requests a second later."""
+    cluster = Cluster("m-0", request_limit=1)
+    running = await route(cluster)
+    (first,) = await waiting(cluster)
+    cluster.now += 1.0
+    (second,) = await waiting(cluster)
+    cluster.join("m-1")
+    early = await first
+    assert early.replica == "m-1"
+    cluster.now += 1.0
+    (third,) = await waiting(cluster)  # the queue is full
+    for _ in range(2):
+        moving = asyncio.create_task(cluster.router.move(early, module.Failure.NOT_SERVING))
+        await asyncio.sleep(0)
+        cluster.tell(cluster.load("m-1"))
+        assert not moving.done()
+        cluster.now += 2.0
+        cluster.tell(cluster.load("m-1"))
+        assert await moving
+        assert early.replica == "m-1"
+    assert not second.done()
+    cluster.router.end(running)
+    assert (await second).replica == "m-0"
+    cluster.router.end(await second)
+    cluster.router.end(await third)
+    assert await cluster.router.move(early), "lost for the first time"
+    assert early.replica == "m-0"
+
+
+async def test_a_request_does_not_come_back_for_ever() -> None:
+    cluster = Cluster("m-0", "m-1")
+    asked = await route(cluster)
+    cluster.now += module.PATIENCE
+    cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
+    assert not await cluster.router.move(asked, module.Failure.NOT_SERVING)
+
+
+RANKS = ("m-rep0_dp0", "m-rep0_dp1", "m-rep1_dp0", "m-rep1_dp1")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_replica_fails_with_all_its_ranks(gone: bool) -> None:
+    for seed in range(50):
+        cluster = Cluster(*RANKS)
+        cluster.router._router._source.seed(seed)
+        asked = await route(cluster)
+        failed = asked.replica
+        if gone:
+            cluster.tell(gone=[failed])
+        assert await cluster.router.move(asked)
+        assert without_rank(asked.replica) != without_rank(failed)
+
+
+async def test_ranks_have_one_limit() -> None:
+    cluster = Cluster(*RANKS[:2], request_limit=4)
+    running = [await route(cluster) for _ in range(4)]
+    for number, each in enumerate(running):
+        cluster.router.named(each, f"{number}")
+    (task,) = await waiting(cluster)
+    at_one = cluster.load(RANKS[0], requests=4, known=("0", "1", "2", "3"))
+    cluster.tell(at_one, cluster.load(RANKS[1]))
+    assert not any(each.accepts for each in cluster.router.loads().values())
+    cluster.router.end(running[0])
+    refused = await task  # the replica chooses the rank, so one report has all
+    assert await queued(cluster.router.move(refused, module.Failure.FULL))
+
+
+async def queued(moving: Coroutine[Any, Any, bool]) -> bool:
+    """Whether the request waits. It is cancelled."""
+    task = asyncio.ensure_future(moving)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return task.cancel()
 
 
 async def test_a_request_fails_with_the_last_replica() -> None:

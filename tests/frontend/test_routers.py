@@ -151,17 +151,37 @@ async def test_a_tracker_that_cannot_be_reached_for_a_while_keeps_its_router(
     assert router.counts.failures == 2
 
 
+async def test_without_news_of_a_tracker_requests_wait_no_longer_than_its_replicas_are_known(
+    tracker: Any, routers: Followed, router: ModelRouter
+) -> None:
+    await report(tracker, LOAD._replace(requests=1, serving=SERVING._replace(request_limit=1)))
+    await routers.router(lambda router: not router.report()["loads"]["a"]["accepts"])
+    waiting = asyncio.create_task(router.route())
+    await asyncio.sleep(0)
+    assert router.report()["waiting"] == 1
+    clock = router._clock
+    router._clock = lambda: clock() + 10.0
+    await xo.destroy_actor(tracker)
+    assert await waiting is None
+
+
 async def test_a_model_that_has_ended_is_forgotten(
     tracker: Any, routers: Followed, router: ModelRouter
 ) -> None:
     async def nothing(model_uid: str) -> Any:
         raise NotFoundError("it has ended")
 
+    await report(tracker, LOAD._replace(requests=1, serving=SERVING._replace(request_limit=1)))
+    await routers.router(lambda router: not router.report()["loads"]["a"]["accepts"])
+    waiting = asyncio.create_task(router.route())
+    await asyncio.sleep(0)
+    assert router.report()["waiting"] == 1
     routers._find = nothing
     (following,) = (task for task in asyncio.all_tasks() if "Routers._run" in str(task))
     await xo.destroy_actor(tracker)
     await following
     assert routers.get(MODEL) is None
+    assert await waiting is None
 
 
 async def test_a_router_that_ends_leaves_no_watch_open(

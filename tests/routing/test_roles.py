@@ -1,6 +1,7 @@
 """A decode replica leaves a prefill to a prefill replica if less is lost by waiting for it."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -134,10 +135,12 @@ def test_the_prefill_keeps_the_prefill_replica_busy_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("end", [Router.ended, Router.failed])
-def test_a_request_that_ends_takes_its_prefill_along(end: object) -> None:
+def test_a_request_that_ends_takes_its_prefill_along(end: Callable[[Router, str], object]) -> None:
     cluster = Cluster(threshold=0)
     cluster.router.sent("r", cluster.choose(), 0.0)
-    end(cluster.router, "r")  # type: ignore[operator]
+    assert cluster.router.failed("r"), "it can move, and its prefill goes on"
+    assert cluster.router.loads.known(0.0)["p"].requests == 1
+    end(cluster.router, "r")
     assert cluster.router.loads.known(0.0)["p"].requests == 0
 
 

@@ -3,6 +3,7 @@
 A new version that moves or renames any of it fails here, and not in a user's cluster.
 """
 
+import inspect
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,14 @@ from xinference.core.worker import WorkerActor
 
 from tests.serving.launch.launching import ARGUMENTS, supervisor_class
 from tests.serving.supervisors import api_context, gateway_to
+from tests.serving.text_api import WRAPPED
 from xinference_xavier.client.doctor import Finding, process_findings
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.answers import model_access
 from xinference_xavier.serving.extension import XavierExtension
 from xinference_xavier.serving.gateway import cluster_info, supervisor_process_info
 from xinference_xavier.serving.launch.supervisor import xavier_models
-from xinference_xavier.serving.routing import RoutingMiddleware
+from xinference_xavier.serving.routing import RoutingMiddleware, add_routing
 from xinference_xavier.serving.seam import Feature
 
 
@@ -37,6 +39,19 @@ def test_the_installed_xinference_has_what_we_use() -> None:
 
 def test_every_feature_needs_something() -> None:
     assert seam.NEEDS.keys() == {*Feature}
+
+
+def test_an_api_that_is_made_again_has_the_latest_wrapper_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """xinference 4.0 does so if its port is taken."""
+    originals = {name: inspect.unwrap(getattr(restful_api, name)) for name in WRAPPED}
+    for name, original in originals.items():
+        monkeypatch.setattr(restful_api, name, original)
+    nothing: Any = None
+    for _ in range(2):
+        add_routing(api_context(), nothing, nothing)
+    assert {name: getattr(restful_api, name).__wrapped__ for name in WRAPPED} == originals
 
 
 class Changes:

@@ -72,13 +72,14 @@ class Trial:
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Send requests to the replicas in turn, and leave routing and sharing as they were."""
-        self._client.set_routing(self._model, "off")
         try:
+            self._client.set_routing(self._model, "off")
             yield
         finally:
-            if self._status().enabled != self.before.enabled:
+            try:
                 self.share(self.before.enabled)
-            self._client.set_routing(self._model, self.before.routing.mode)
+            finally:
+                self._client.set_routing(self._model, self.before.routing.mode)
 
     def share(self, enabled: bool) -> None:
         self._client.switch(self._model, enabled)

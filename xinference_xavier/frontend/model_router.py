@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum, auto
 from typing import Any, NoReturn
 
 from xinference_xavier.errors import NotFoundError
@@ -29,7 +30,7 @@ from xinference_xavier.protocol.load import (
     reported_id,
     with_mark,
 )
-from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
+from xinference_xavier.protocol.tracker import SHORT_KEY, unpack, without_rank
 from xinference_xavier.routing.choice import Choice, Chunks
 from xinference_xavier.routing.load import Rates, Report
 from xinference_xavier.routing.router import Queue, Router
@@ -43,6 +44,8 @@ PATIENCE = 30.0
 CLOSED = 30.0
 """Seconds in which a replica gets nothing after it was lost to a request. Its engine may report for
 a while after the process is gone that requests go through."""
+NOT_YET = 1.0
+"""The same for one that does not serve, because it may have just started."""
 MAX_SESSIONS = 10_000
 MAX_NAMES = 100_000
 NO_TEXT = Text(0, ())
@@ -58,6 +61,14 @@ class QueueFullError(Exception):
         super().__init__(AT_LIMIT)
 
 
+class Failure(Enum):
+    """What is wrong with a request's replica."""
+
+    LOST = auto()
+    FULL = auto()
+    NOT_SERVING = auto()  # it reports, but xinference does not admit it: not yet, or no longer
+
+
 @dataclass(eq=False)
 class Route:
     """Where a request goes, and why. `lost` is set when its replica is lost. A `whole` request is
@@ -67,6 +78,8 @@ class Route:
     text: Text
     session: str
     whole: bool
+    arrived: float
+    """Its place in the queue."""
     choice: Choice = field(init=False)
     replica: str = field(init=False)
     """xinference's name for it."""
@@ -93,7 +106,7 @@ class Route:
 
     def marked(self, name: str) -> str:
         """The request's `name` for the replica that answers it."""
-        if self.elsewhere is None:
+        if self.elsewhere is None or self.elsewhere.replica == self.choice.replica:
             return name
         return with_mark(name, self.elsewhere, self.mark_key)
 
@@ -118,6 +131,12 @@ class _Latest(OrderedDict[str, str]):
         self.move_to_end(name)
         if len(self) > self._most:
             self.popitem(last=False)
+
+
+def _group(incarnation: str, replica: str) -> str:
+    """What the ranks of a data-parallel replica have in common: process and request limit."""
+    whole = without_rank(replica)
+    return incarnation if whole == replica else whole
 
 
 class ModelRouter:
@@ -167,7 +186,12 @@ class ModelRouter:
             self._mark_keys[incarnation] = load.serving.mark_key
             limit = load.serving.request_limit
             report = self._report(load, now - age)
-            self._router.report(incarnation, report, limit=math.inf if limit is None else limit)
+            self._router.report(
+                incarnation,
+                report,
+                limit=math.inf if limit is None else limit,
+                group=_group(incarnation, replica),
+            )
             self._router.loads.drain(incarnation, draining)
         for prompt in good.prompts:
             request = self._names.get(prompt.request)
@@ -176,7 +200,7 @@ class ModelRouter:
                 self._texts.scheduled(request, prompt.tokens, keys)
                 self._router.scheduled(request, keys, now)
         self.version = good.version
-        self._admit()
+        self.admit()
 
     def _begin(self, serving: Serving) -> None:
         self._serving = serving
@@ -228,7 +252,7 @@ class ModelRouter:
         if self.routing == "off" or not self._accepts():
             self.counts.unrouted += 1
             return None
-        route = Route(f"{next(self._numbers)}", text, session, whole)
+        route = Route(f"{next(self._numbers)}", text, session, whole, self._clock())
         try:
             placed = await self._place(route)
         except BaseException:  # the client may go at the moment at which it gets its turn
@@ -246,22 +270,22 @@ class ModelRouter:
         """Another router takes its place. Requests are no longer routed here, those that wait
         included; those that run stay until they end."""
         self._closed = True
-        for _, admitted in self._waiting.values():
-            if not admitted.done():
-                admitted.set_result(False)
+        self.admit()
 
-    async def move(self, route: Route, full: bool = False) -> bool:
-        """The replica failed the request, or is `full`. True if the request was sent to another, as
-        may happen once, and only before any of the answer has arrived. Raises QueueFullError."""
-        if not route.lost.is_set():
-            movable = self._router.failed(route.request)
-            if full:
-                self._router.loads.fill(route.choice.replica)
-            else:
-                self._router.loads.close(route.choice.replica, self._clock() + CLOSED)
-            if not movable:
-                return False
-        if not self._accepts():
+    async def move(self, route: Route, failure: Failure = Failure.LOST) -> bool:
+        """The replica failed the request. True if the request was sent to another, as may happen
+        once, and only before any of the answer has arrived. One that its replica did not get keeps
+        this chance and its place in the queue. Raises QueueFullError."""
+        now, begun = self._clock(), failure is not Failure.NOT_SERVING
+        group = _group(route.choice.replica, route.replica)
+        movable = route.lost.is_set() or self._router.failed(route.request, begun=begun)
+        if failure is Failure.FULL:
+            self._router.loads.fill(group)
+        else:
+            self._router.loads.close(group, now + (CLOSED if begun else NOT_YET))
+        if begun:
+            route.arrived = now
+        if not movable or now > route.arrived + self._queue.patience or not self._accepts():
             return False
         self.counts.moved += 1
         return await self._place(route)
@@ -289,7 +313,7 @@ class ModelRouter:
         route.at_end.clear()
         self._router.ended(route.request)
         self._routes.pop(route.request, None)
-        self._admit()
+        self.admit()
 
     # -- choosing and waiting ------------------------------------------------------------------
 
@@ -324,12 +348,15 @@ class ModelRouter:
         return self._router.choose(prompt, now, preferred=last, whole=whole)
 
     async def _wait(self, route: Route) -> bool:
-        if not self._queue.join(route.request, self._clock()):
+        if not self._queue.join(route.request, route.arrived):
             self.refuse(route)
+        left = self._queue.patience - (self._clock() - route.arrived)
         admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[route.request] = route, admitted
+        if self._queue.first == route.request:  # it has come back
+            self.admit()
         try:
-            async with asyncio.timeout(self._queue.patience):
+            async with asyncio.timeout(left):
                 return await admitted
         except TimeoutError:
             self.refuse(route)
@@ -337,9 +364,15 @@ class ModelRouter:
             del self._waiting[route.request]
             self._queue.leave(route.request)
 
-    def _admit(self) -> None:
-        """Send waiting requests as long as replicas accept them."""
-        while self._queue.first and not self._closed:
+    def admit(self) -> None:
+        """Send waiting requests as long as replicas accept them. Where none works any more, they go
+        in turn."""
+        if self._queue.first and not self._accepts():
+            for request, (_, admitted) in self._waiting.items():
+                self._queue.leave(request)
+                if not admitted.done():
+                    admitted.set_result(False)
+        while self._queue.first:
             route, admitted = self._waiting[self._queue.first]
             if not self._send(route):
                 return
@@ -426,7 +459,8 @@ class Routers:
                 del self._absent[next(iter(self._absent))]
         finally:
             del self._looking[model_uid]
-            self._routers.pop(model_uid, None)
+            if (router := self._routers.pop(model_uid, None)) is not None:
+                router.close()
 
     async def _observe(self, model_uid: str) -> None:
         router, backoff = ModelRouter(), _MIN_BACKOFF
@@ -444,6 +478,7 @@ class Routers:
                 raise
             except Exception:
                 router.counts.failures += 1
+                router.admit()  # what is known of the replicas may have expired
                 self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(_MAX_BACKOFF, 2 * backoff)

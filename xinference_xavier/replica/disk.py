@@ -289,7 +289,7 @@ class Disk:
         if namespace is None or now < self._open_at:
             return None
         self._open_at = now + _RETRY
-        store = await self._call(self._open, namespace)
+        store: Store = await self._call(self._open, namespace)
         if namespace != self._namespace:  # it has changed meanwhile
             await self._call(store.close)
             return None

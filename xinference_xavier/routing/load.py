@@ -12,6 +12,7 @@ index renumbers its replicas, the arrays are made again.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -104,13 +105,14 @@ class _Sent(NamedTuple):
 @dataclass(slots=True)
 class _Replica:
     report: Report
+    group: str
     number: int = -1
     rates: Rates | None = None
     limit: float = math.inf
     closed_until: float = 0.0
     draining: bool = False
     running: int = 0  # of this router's requests
-    others: int = 0  # requests of which this router does not know
+    others: int = 0  # that this router does not know; below 0, ours are not counted there yet
     until: float = 0.0  # when all known work will be done
     room: float = math.inf
     sent: dict[str, _Sent] = field(default_factory=dict)  # requests that are not in the report
@@ -119,7 +121,7 @@ class _Replica:
     @property
     def requests(self) -> int:
         """Waiting and running requests of the replica."""
-        return self.running + self.others
+        return self.running + max(0, self.others)
 
     @property
     def gets_nothing_until(self) -> float:
@@ -153,6 +155,11 @@ class _Replica:
         self.room -= sent.tokens
 
 
+def _requests(ranks: Collection[_Replica]) -> int:
+    """Waiting and running requests of a group."""
+    return sum(each.running for each in ranks) + max(0, sum(each.others for each in ranks))
+
+
 class Loads:
     """The loads of the replicas that have reported. `lease` is in seconds."""
 
@@ -173,6 +180,8 @@ class Loads:
         self._made -= math.inf
         self.running = np.zeros(size, np.int64)
         """Requests, by number."""
+        self._counts = np.zeros((2, size))  # `running` and `others` of `_Replica`
+        self._group = np.arange(size)  # the number of the first rank
         self.prefills, self.decodes = np.zeros((2, size), np.bool_)
         """Whether it has that role, by number."""
         self._measured = np.zeros(size, np.bool_)
@@ -181,12 +190,15 @@ class Loads:
     def __contains__(self, name: str) -> bool:
         return name in self._replicas
 
-    def report(self, name: str, report: Report, *, limit: float = math.inf) -> None:
+    def report(
+        self, name: str, report: Report, *, limit: float = math.inf, group: str = ""
+    ) -> None:
         """The latest from a replica; one that arrives late is ignored. `limit` is the number of
-        requests that it accepts."""
+        requests that it accepts. The ranks of a data-parallel replica form a `group`: they are one
+        process, which chooses among them and has one limit for all."""
         replica = self._replicas.get(name)
         if replica is None:
-            replica = self._replicas[name] = _Replica(report)
+            replica = self._replicas[name] = _Replica(report, group or name)
             self._unmeasured.add(name)
             self._version = -1
         elif report.made <= replica.report.made:
@@ -194,7 +206,7 @@ class Loads:
         replica.report, replica.limit = report, limit
         if report.rates:
             self._measure(name, replica, report.rates)
-        replica.others = max(0, report.requests - replica.running)
+        replica.others = report.requests - replica.running
         replica.count(self.typical)
         self._show(replica)
 
@@ -241,11 +253,11 @@ class Loads:
             replica.running = max(0, replica.running - 1)
             self._show(replica)
 
-    def close(self, name: str, until: float) -> None:
+    def close(self, group: str, until: float) -> None:
         """The replica gets nothing, whatever it reports: it failed a request."""
-        if (replica := self._replicas.get(name)) is not None:
-            replica.closed_until = until
-            self._show(replica)
+        for rank in self._ranks(group):
+            rank.closed_until = until
+            self._show(rank)
 
     def drain(self, name: str, draining: bool) -> None:
         """The replica gets nothing as long as it is `draining`: it will be removed."""
@@ -254,11 +266,15 @@ class Loads:
             replica.draining = draining
             self._show(replica)
 
-    def fill(self, name: str) -> None:
+    def fill(self, group: str) -> None:
         """The replica accepts nothing now: it has requests that it has not reported yet."""
-        if (replica := self._replicas.get(name)) is not None:
-            replica.limit = replica.running + replica.others
-            self._show(replica)
+        ranks = self._ranks(group)
+        for rank in ranks:
+            rank.limit = _requests(ranks)
+            self._show(rank)
+
+    def _ranks(self, group: str) -> list[_Replica]:
+        return [each for each in self._replicas.values() if each.group == group]
 
     def works(self, now: float) -> bool:
         """Whether any replica reports, and is neither closed nor draining."""
@@ -291,11 +307,15 @@ class Loads:
     def known(self, now: float) -> dict[str, Known]:
         """The loads of replicas whose lease has not expired."""
         expired = set(self.expired(now))
+        groups = defaultdict[str, list[_Replica]](list)
+        for each in self._replicas.values():
+            groups[each.group].append(each)
+        requests = {group: _requests(ranks) for group, ranks in groups.items()}
         return {
             name: Known(
                 max(0.0, each.until - now),
                 each.requests,
-                each.requests < each.limit,
+                requests[each.group] < each.limit,
                 each.report.role,
             )
             for name, each in self._replicas.items()
@@ -307,7 +327,9 @@ class Loads:
         that gets nothing: its lease has run out, it is closed or draining, or it has as many
         requests as it accepts."""
         self.renumber()
-        expired, full = self._made <= now - self.lease, self.running >= self._limit
+        running, others = (np.bincount(self._group, each)[self._group] for each in self._counts)
+        requests = running + np.maximum(others, 0.0)
+        expired, full = self._made <= now - self.lease, requests >= self._limit
         closed = expired | full | (self._closed_until > now)
         return np.where(closed, math.inf, np.maximum(self._until - now, 0.0))
 
@@ -323,8 +345,10 @@ class Loads:
             if replica.number < 0:
                 replica.number, size = size, size + 1
         self._allocate(size)
+        first: dict[str, int] = {}
         for name, replica in self._replicas.items():
             self.names[replica.number] = name
+            self._group[replica.number] = first.setdefault(replica.group, replica.number)
             self._show(replica)
         kept = len(old) <= len(self.names)
         return not kept or any(
@@ -344,6 +368,7 @@ class Loads:
         self._closed_until[number] = replica.gets_nothing_until
         self.room[number] = replica.room
         self.running[number] = replica.requests
+        self._counts[:, number] = replica.running, replica.others
         self.prefills[number] = replica.report.role == "prefill"
         self.decodes[number] = replica.report.role == "decode"
         self._measured[number] = replica.rates is not None

@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import itemgetter
 
 import numpy as np
 
@@ -132,13 +133,14 @@ class InFlight:
         self._requests.pop(request, None)
         return replica
 
-    def failed(self, request: str) -> bool:
-        """The request's replica failed it. True if it can go elsewhere; if not, it has ended."""
+    def failed(self, request: str, *, begun: bool = True) -> bool:
+        """The request's replica failed it. True if it can go elsewhere; if not, it has ended. A
+        replica that has not `begun` to serve did not get the request, which may still move once."""
         known = self._requests.get(request)
-        if known is None or known.answered or known.moved:
+        if known is None or known.answered or (known.moved and begun):
             self._requests.pop(request, None)
             return False
-        known.replica, known.moved = "", True
+        known.replica, known.moved = "", known.moved or begun
         return True
 
     def lost(self, replica: str) -> list[str]:
@@ -163,11 +165,15 @@ class Queue:
     def __len__(self) -> int:
         return len(self._arrived)
 
-    def join(self, request: str, now: float) -> bool:
-        """False if the queue is full: the request is refused."""
-        if len(self._arrived) >= self.bound:
+    def join(self, request: str, arrived: float) -> bool:
+        """False if the queue is full: the request is refused. One that comes back gets its place
+        before those that arrived later, which do not keep it out."""
+        latest = next(reversed(self._arrived.values()), -math.inf)
+        if arrived >= latest and len(self._arrived) >= self.bound:
             return False
-        self._arrived[request] = now
+        self._arrived[request] = arrived
+        if arrived < latest:
+            self._arrived = OrderedDict(sorted(self._arrived.items(), key=itemgetter(1)))
         return True
 
     def leave(self, request: str) -> None:
@@ -223,8 +229,10 @@ class Router:
         self._work_at = 0.0
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
 
-    def report(self, replica: str, report: Report, *, limit: float = math.inf) -> None:
-        self.loads.report(replica, report, limit=limit)
+    def report(
+        self, replica: str, report: Report, *, limit: float = math.inf, group: str = ""
+    ) -> None:
+        self.loads.report(replica, report, limit=limit, group=group)
 
     def choose(
         self, prompt: Prompt, now: float, *, preferred: str = "", whole: bool = False
@@ -318,11 +326,13 @@ class Router:
         self.prefilled(request)
         self.loads.ended(self.in_flight.ended(request), request)
 
-    def failed(self, request: str) -> bool:
+    def failed(self, request: str, *, begun: bool = True) -> bool:
         """The request's replica failed it. True if it can go elsewhere: see `InFlight.failed`."""
-        self.prefilled(request)
         self.loads.ended(self.in_flight.at(request), request)
-        return self.in_flight.failed(request)
+        movable = self.in_flight.failed(request, begun=begun)
+        if not movable:
+            self.prefilled(request)
+        return movable
 
     def lost(self, replica: str) -> list[str]:
         """The replica has failed or hangs: it gets nothing until it reports again. Returns the

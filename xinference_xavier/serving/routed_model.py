@@ -18,7 +18,13 @@ import xoscar as xo
 from fastapi import HTTPException
 
 from xinference_xavier.errors import ReplicaNotServingError, XavierError
-from xinference_xavier.frontend.model_router import AT_LIMIT, ModelRouter, QueueFullError, Route
+from xinference_xavier.frontend.model_router import (
+    AT_LIMIT,
+    Failure,
+    ModelRouter,
+    QueueFullError,
+    Route,
+)
 from xinference_xavier.protocol.load import prefill_id
 from xinference_xavier.runtime.aio import spawn, within
 from xinference_xavier.serving import seam
@@ -117,7 +123,7 @@ class RoutedModel:
         self._model = model
         self._replica = route.replica  # that `model` is of
         self._connect = connect
-        self._name: str | None = None  # of the request, as xinference knows it
+        self._names: dict[str, str] = {}  # the replica's for the request, by xinference's
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ITS_REPLICA:
@@ -136,23 +142,21 @@ class RoutedModel:
         return await self._request("chat", args, kwargs)
 
     async def abort_request(self, name: str, *args: Any) -> Any:
-        if name == self._name:
-            name = self._route.marked(name)
-        return await self._model.abort_request(name, *args)
+        return await self._model.abort_request(self._names.get(name, name), *args)
 
     async def _request(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # By this id the replica reports the request. The route of responses gives none.
-        self._name = str(kwargs.setdefault("request_id", uuid.uuid4().hex))
+        name = str(kwargs.setdefault("request_id", uuid.uuid4().hex))
         route = self._route
         if route.elsewhere is not None:
             route.prefill = spawn(
                 prefill(self._router, route, self._connect, method, args, {**kwargs})
             )
             route.at_end.append(route.prefill.cancel)
-            kwargs["request_id"] = route.marked(self._name)
-        self._router.named(route, kwargs["request_id"])
 
         async def ask() -> Any:
+            kwargs["request_id"] = self._names[name] = route.marked(name)
+            self._router.named(route, self._names[name])
             return await self._call(method, args, kwargs)
 
         result = await self._with_another(ask)
@@ -188,18 +192,18 @@ class RoutedModel:
                     self._replica = self._route.replica
                 return await ask()
             except Exception as error:
-                full = seam.is_full(error)
-                if not (full or _is_lost(error)) or not await self._moves(full):
+                failure = _failure(error)
+                if failure is None or not await self._moves(failure):
                     raise
                 logger.warning(
                     "request goes to another replica: replica=%s error=%r", self._replica, error
                 )
 
-    async def _moves(self, full: bool) -> bool:
+    async def _moves(self, failure: Failure) -> bool:
         """Whether the request was sent to another replica. Raises AtLimitError."""
         try:
-            moves = await self._router.move(self._route, full)
-            if full and not moves:
+            moves = await self._router.move(self._route, failure)
+            if failure is Failure.FULL and not moves:
                 self._router.refuse(self._route)
         except QueueFullError as error:
             raise AtLimitError(AT_LIMIT, error.retry_after) from error
@@ -242,11 +246,11 @@ class _Place:
 
     async def leave(self) -> None:
         """The replica may be gone."""
-        for call in (self.iterator.destroy, self._model.decrease_serve_count):
-            try:
-                await within(_CLOSE_TIMEOUT, call())
-            except Exception:
-                logger.debug("a stream is not closed by its replica", exc_info=True)
+        calls = (self._model.decrease_serve_count, self.iterator.destroy)
+        closing = (within(_CLOSE_TIMEOUT, call()) for call in calls)
+        for each in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(each, Exception):
+                logger.debug("a stream is not closed by its replica", exc_info=each)
 
 
 class _Stream(AsyncIterator[Any]):
@@ -259,10 +263,10 @@ class _Stream(AsyncIterator[Any]):
     def __init__(self, place: _Place, begin: Callable[[], Awaitable[Any]]) -> None:
         self.place: _Place | None = place
         self._begin: Callable[[], Awaitable[Any]] | None = begin
-        self._closing: asyncio.Future[None] | None = None
+        self._closed = False
 
     async def __anext__(self) -> Any:
-        if self._closing is not None:
+        if self._closed:
             raise StopAsyncIteration
         begin, self._begin = self._begin, None
         try:
@@ -271,33 +275,33 @@ class _Stream(AsyncIterator[Any]):
             assert self.place is not None
             return await anext(self.place.iterator)
         except BaseException:  # the end of the stream is one
-            await self.aclose()
+            self.abandon()
             raise
 
     async def aclose(self) -> None:
         self.abandon()
-        assert self._closing is not None
-        with anyio.CancelScope(shield=True):
-            await asyncio.shield(self._closing)
 
     def abandon(self) -> None:
-        """Close it in the background."""
-        if self._closing is None:
-            self._closing = spawn(self._leave())
-
-    async def _leave(self) -> None:
+        """Close it in the background: the end of the answer does not wait for the replica."""
+        self._closed = True
         place, self.place = self.place, None
         if place is not None:
-            await place.leave()
+            spawn(place.leave())
 
 
-def _is_lost(error: Exception) -> bool:
-    """Whether the replica is lost, rather than the request refused. What the model actor itself
-    raised is the request's error whatever its type, such as the OSError of an unreadable image."""
+def _failure(error: Exception) -> Failure | None:
+    """None if it is the request's error: what the model actor itself raised, whatever its type,
+    such as the OSError of an unreadable image."""
+    if seam.is_full(error):
+        return Failure.FULL
+    if isinstance(error, ReplicaNotServingError):
+        return Failure.NOT_SERVING
     if isinstance(error, OSError):
-        return not seam.is_of_actor(error)
-    gone = (xo.ServerClosed, xo.ActorNotExist, ReplicaLostError, ReplicaNotServingError)
-    return isinstance(error, gone) or _DEAD in {each.__name__ for each in type(error).__mro__}
+        lost = not seam.is_of_actor(error)
+    else:
+        gone = isinstance(error, xo.ServerClosed | xo.ActorNotExist | ReplicaLostError)
+        lost = gone or _DEAD in {each.__name__ for each in type(error).__mro__}
+    return Failure.LOST if lost else None
 
 
 def _give_back(asked: asyncio.Future[Any]) -> None:

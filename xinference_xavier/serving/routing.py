@@ -32,6 +32,7 @@ from xinference_xavier.errors import (
 )
 from xinference_xavier.frontend.model_router import (
     AT_LIMIT,
+    Failure,
     ModelRouter,
     QueueFullError,
     Route,
@@ -208,6 +209,8 @@ class Answer:
 
     async def end(self, scope: Message, receive: Receive) -> None:
         """The application has nothing more to send."""
+        if self._start is not None:  # the client went before the first byte
+            await self.pass_on({"type": "http.response.body", "body": b""})
         if self._refused:
             headers = {"Retry-After": str(self._retry_after)}
             refusal = JSONResponse({"detail": AT_LIMIT}, TOO_MANY_REQUESTS, headers)
@@ -331,7 +334,7 @@ async def _routed(
                 return RoutedModel(router, route, await connect(route.replica), connect)
             except ReplicaNotServingError as error:
                 logger.warning("request goes to another replica: error=%r", error)
-                if not await router.move(route):
+                if not await router.move(route, Failure.NOT_SERVING):
                     break
     except QueueFullError as error:
         raise AtLimitError(AT_LIMIT, error.retry_after) from error

@@ -464,29 +464,38 @@ def metrics_registry(app: Any, default: Any) -> Any:
 
 def wrap_require_model(wrap: Callable[[Any], Any]) -> None:
     """Wrap the function by which text routes find a model."""
+    _wrap_anew("require_model", wrap)
+
+
+def _wrap_anew(name: str, wrap: Callable[[Any], Any]) -> None:
+    """Only the latest wrapper counts: if its port is taken, xinference 4.0 makes its API again."""
     from xinference.api import restful_api
 
-    restful_api.require_model = wrap(restful_api.require_model)
+    function = getattr(restful_api, name)
+    original = getattr(function, "xavier_wraps", function)
+    wrapper = wrap(original)
+    wrapper.xavier_wraps = original
+    setattr(restful_api, name, wrapper)
 
 
 def note_chats(note: Callable[[Mapping[str, Any]], None]) -> None:
     """Tell `note` of the chat that xinference makes of a request in Anthropic's form, or in that of
     OpenAI's responses, before it looks for the model. It may run in another thread."""
-    from xinference.api import restful_api
 
-    def wrap(name: str, chat_of: Callable[[Any], Mapping[str, Any]]) -> None:
-        parse = getattr(restful_api, name)
+    def noting(chat_of: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
+        def wrap(parse: Any) -> Any:
+            @functools.wraps(parse)
+            def noting(body: Any) -> Any:
+                found = parse(body)
+                note(chat_of(found))
+                return found
 
-        @functools.wraps(parse)
-        def noting(body: Any) -> Any:
-            found = parse(body)
-            note(chat_of(found))
-            return found
+            return noting
 
-        setattr(restful_api, name, noting)
+        return wrap
 
-    wrap("parse_anthropic_request", lambda found: found.to_openai_body())
-    wrap("parse_responses_request", lambda found: found.chat_body)
+    _wrap_anew("parse_anthropic_request", noting(lambda found: found.to_openai_body()))
+    _wrap_anew("parse_responses_request", noting(lambda found: found.chat_body))
 
 
 def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:

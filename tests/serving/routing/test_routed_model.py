@@ -13,6 +13,7 @@ import xoscar as xo
 
 from tests.frontend.cluster import Cluster, document
 from tests.serving.text_models import TextModel, text_of
+from xinference_xavier.errors import ReplicaNotServingError
 from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.protocol.load import mark_of
 from xinference_xavier.serving.model_proxy import ModelProxy
@@ -181,7 +182,7 @@ async def test_an_error_before_the_first_word_of_a_stream_moves_it(serving: Serv
 async def left(serving: Serving) -> None:
     """Waits until no request occupies the first replica any more."""
     async with asyncio.timeout(30):
-        while await serving.chosen.model.serving():
+        while await serving.chosen.model.serving() or not await serving.chosen.model.closed():
             pass
 
 
@@ -192,7 +193,6 @@ async def test_an_abandoned_stream_is_closed_and_leaves_its_place(serving: Servi
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     await left(serving)
-    assert await serving.chosen.model.closed() == 1
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -205,8 +205,7 @@ async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
-    replica = serving.chosen.model
-    assert (await replica.serving(), await replica.closed()) == (0, 1)
+    await left(serving)
 
 
 async def test_a_stream_that_nobody_closes_leaves_its_place_when_the_request_ends(
@@ -215,7 +214,24 @@ async def test_a_stream_that_nobody_closes_leaves_its_place_when_the_request_end
     await serving.stream()
     serving.cluster.router.end(serving.route)
     await left(serving)
-    assert await serving.chosen.model.closed() == 1
+
+
+async def test_the_end_of_a_stream_does_not_wait_for_its_place(serving: Serving) -> None:
+    replica, goes_on = serving.chosen.model, asyncio.Event()
+
+    async def decrease_serve_count() -> None:
+        await goes_on.wait()
+        await replica.decrease_serve_count()
+
+    serving.model._model = SimpleNamespace(
+        chat=replica.chat, decrease_serve_count=decrease_serve_count
+    )
+    stream = await serving.stream()
+    assert [text_of(part) async for part in stream] == ["by", serving.first]
+    await stream.aclose()
+    assert await replica.serving() == 1
+    goes_on.set()
+    await left(serving)
 
 
 async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place(
@@ -237,7 +253,6 @@ async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place
     with pytest.raises(asyncio.CancelledError):
         await asking
     await left(serving)
-    assert await replica.closed() == 1
 
 
 async def test_without_another_replica_the_error_is_the_clients(serving: Serving) -> None:
@@ -309,9 +324,51 @@ async def test_a_request_that_ends_stops_its_prefill(divided: Serving) -> None:
     assert await divided.replicas["prefill"].model.aborted() == ["r:prefill"]
 
 
+async def test_a_divided_request_that_moves_is_marked_for_the_other_replica() -> None:
+    """The prefill goes on, and keeps its replica busy."""
+    cluster = Cluster()
+    for name, role in (("prefill", "prefill"), ("d-0", "decode"), ("d-1", "decode")):
+        cluster.serving = cluster.serving._replace(role=role, prefill_threshold=0, mark_key=name)
+        cluster.join(name)
+    serving = Serving(cluster)
+    serving.replicas = {each: await Replica().start(each) for each in ("prefill", "d-0", "d-1")}
+    asked = await cluster.router.route(document("d"), whole=False)
+    assert asked is not None
+    await serving.replicas["prefill"].model.prepare(hangs=True)
+    await serving.replicas[first := asked.replica].stop()
+    model = RoutedModel(cluster.router, asked, await serving.connect(first), serving.connect)
+    answer = await model.generate("text", {}, request_id="r")
+    assert text_of(answer) == f"by {asked.replica}" != f"by {first}"
+    (name,) = await serving.asked(asked.replica)
+    assert mark_of(name, asked.replica) is not None
+    assert cluster.router.loads()["prefill"].requests == 1
+    await model.abort_request("r")
+    assert await serving.replicas[asked.replica].model.aborted() == [name]
+    cluster.router.end(asked)
+    assert cluster.router.loads()["prefill"].requests == 0
+    await serving.stop()
+
+
+async def test_a_replica_that_is_not_there_yet_costs_a_request_no_move(serving: Serving) -> None:
+    serving.cluster.join("m-2")
+    connect = serving.connect
+
+    async def not_yet(replica: str) -> Any:
+        if replica == "m-2":
+            raise ReplicaNotServingError("it has just started")
+        return await connect(replica)
+
+    serving.model._connect = not_yet
+    serving.cluster.tell(serving.cluster.load(serving.other, 60.0))
+    await serving.chosen.stop()
+    assert await serving.generate() == f"by {serving.other}"
+    assert serving.cluster.router.counts.moved == 2
+
+
 async def test_a_killed_decode_replica_leaves_the_request_to_another(divided: Serving) -> None:
     await divided.replicas["decode"].stop()
-    assert await divided.generate() == "by prefill"
+    assert await divided.generate(request_id="r") == "by prefill"
+    assert set(await divided.asked("prefill")) == {"r:prefill", "r"}, "it waits for nobody"
 
 
 def test_only_the_prompt_is_computed() -> None:

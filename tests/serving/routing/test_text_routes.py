@@ -1,6 +1,7 @@
 """The text routes of xinference itself, through the router."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import metadata
@@ -9,11 +10,12 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 import xoscar as xo
+from fastapi import Request
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from packaging.version import Version
 from PIL import UnidentifiedImageError
 
-from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES
+from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
 from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.serving import routing
@@ -38,7 +40,7 @@ async def test_every_route_is_answered_by_the_chosen_replica_and_says_why(
         assert answer.headers["x-xavier-route"].startswith("backlog; backlog=0.00")
         chosen.add(answer.headers["x-xavier-replica"])
     assert chosen == {"m-0", "m-1"}
-    assert await text_api.serving() == {"m-0": 0, "m-1": 0}
+    await left(text_api)
     assert not text_api.cluster.router._routes
 
 
@@ -78,6 +80,16 @@ async def test_a_replica_that_is_no_longer_there_is_left_out(text_api: TextApi) 
     del text_api.supervisor._replica_model_uid_to_worker["m-0"]
     answers = [await text_api.ask(COMPLETIONS) for _ in range(4)]
     assert {answer.headers["x-xavier-replica"] for answer in answers} == {"m-1"}
+
+
+async def test_a_replica_that_is_not_there_yet_gets_requests_soon(text_api: TextApi) -> None:
+    worker = text_api.supervisor._replica_model_uid_to_worker.pop("m-0")
+    for _ in range(4):
+        assert (await text_api.ask(COMPLETIONS)).headers["x-xavier-replica"] == "m-1"
+    text_api.supervisor._replica_model_uid_to_worker["m-0"] = worker
+    text_api.cluster.now += 2.0
+    answers = [await text_api.ask(COMPLETIONS) for _ in range(4)]
+    assert {answer.headers["x-xavier-replica"] for answer in answers} == {"m-0", "m-1"}
 
 
 async def test_without_any_replica_requests_go_in_turn(text_api: TextApi) -> None:
@@ -300,6 +312,43 @@ async def test_a_stream_whose_client_goes_before_its_first_word_is_closed(
     asking.cancel()
     await left(text_api)
     assert sum([await model.closed() for model in text_api.models.values()]) == 1
+
+
+@ROUTES
+async def test_a_client_that_goes_before_the_first_byte_is_no_error(
+    text_api: TextApi, path: str
+) -> None:
+    """xinference's own middlewares wait for the answer to begin."""
+
+    @text_api.app.middleware("http")
+    async def around(request: Request, call_next: Any) -> Any:
+        return await call_next(request)
+
+    await text_api.prepare(hangs=True)
+    asked, sent = asyncio.Event(), []
+
+    async def receive() -> Any:
+        if not asked.is_set():
+            asked.set()
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asked_one(text_api)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    body = json.dumps(body_of(path, "m", "hi", stream=True)).encode()
+    headers = [(b"content-type", b"application/json"), (b"anthropic-version", b"2023-06-01")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+    }
+    await text_api.app(scope, receive, send)
+    assert sent[0]["status"] == 200
+    await left(text_api)
 
 
 class Named(NoPrefixes):
