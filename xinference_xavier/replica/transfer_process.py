@@ -34,6 +34,7 @@ from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT = 60.0  # importing torch on a busy machine
+_REGISTERED_PER_SECOND = 1 << 30  # bytes of the pool; NIXL took half a second for each GiB
 _CALL_TIMEOUT = 2.0
 _CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # after its deadline, before a call counts as stuck
@@ -145,7 +146,7 @@ class TransferProcess:
             answer, control = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
             scope.undo(control.close)
             control.write(self._startup.to_json())
-            async with asyncio.timeout(_START_TIMEOUT):
+            async with asyncio.timeout(_START_TIMEOUT + self._region.size / _REGISTERED_PER_SECOND):
                 endpoint = parse_started(await answer.readline())
             finding = xoscar.actor_ref(endpoint.address, TRANSFER_UID)
             actor = await within(_START_TIMEOUT, finding)

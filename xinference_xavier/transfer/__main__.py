@@ -24,7 +24,7 @@ from typing import Any
 
 import xoscar
 
-from xinference_xavier.errors import LinkError, TransportError, XavierError
+from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Endpoint, Startup
 from xinference_xavier.runtime.host import GRACE, await_end
@@ -101,13 +101,13 @@ def usable(startup: Startup, region: Region) -> tuple[list[Transport], dict[str,
     found: list[Transport] = []
     left_out: dict[str, str] = {}
     for kind in better:
-        reason = kind.unfit()
-        if reason is None:
-            try:
+        try:
+            reason = kind.unfit()
+            if reason is None:
                 found.append(kind(region, startup.host, startup.port_range))
-            except TransportError as error:
-                logger.warning("cannot use %s: error=%s", kind.name, error)
-                reason = str(error)
+        except Exception as error:  # whatever it is, another one may work
+            logger.warning("cannot use %s: error=%r", kind.name, error)
+            reason = str(error) or type(error).__name__
         if reason is not None:
             left_out[kind.name] = reason
     found.append(last(region, startup.host, startup.port_range))

@@ -333,10 +333,15 @@ class Receiver:
     ) -> asyncio.Future[None]:
         """Receive all rows. The future is done when the donor has finished the batch too."""
         opened = self._links.get(order.donor)
-        if opened is None or opened.endpoint.address != order.address:
+        endpoint = Endpoint(order.address, order.host)
+        candidates = self._context.selector.candidates(order.donor, *endpoint)
+        best = candidates[0].name
+        if (
+            opened is None
+            or opened.endpoint.address != order.address
+            or opened.transport != best  # which had failed, and is tried again
+        ):
             await self._close(order.donor)
-            endpoint = Endpoint(order.address, order.host)
-            candidates = self._context.selector.candidates(order.donor, *endpoint)
             progress.transport = candidates[-1].name  # if none of them makes a link
             opened = await self._connect(order.donor, endpoint, candidates, deadline)
         else:
@@ -372,10 +377,10 @@ class Receiver:
             await receiving
         except BaseException:
             serving.cancel()
-            if not receiving.done():
-                await loop.run_in_executor(None, opened.link.close)
-                await asyncio.wait({receiving})
-                receiving.exception()  # retrieved, but only the first error is reported
+            # Late bytes end with the link, even if somebody else is closing it already.
+            await close_link(opened.link)
+            await asyncio.wait({receiving})
+            receiving.exception()  # retrieved, but only the first error is reported
             raise
         return serving
 

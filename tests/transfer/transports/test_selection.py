@@ -73,13 +73,23 @@ def names(
     return [transport.name for transport in found]
 
 
-def test_a_transport_that_failed_is_not_tried_again_with_the_same_transfer_process(
+def test_a_transport_that_failed_is_tried_again_after_ever_longer_pauses(region: Region) -> None:
+    now = 0.0
+    both = TransportSelector([kind(region, "", None) for kind in (Near, Far)], clock=lambda: now)
+    for pause in (60, 120, 240, 480, 960, 960):
+        both.record_fallback("donor", ADDRESS, both.named("near"), LinkError("no such socket"))
+        now += pause - 1.0
+        assert names(both, HERE) == ["far"]
+        now += 1.0
+        assert names(both, HERE) == ["near", "far"]
+
+
+def test_a_transport_that_failed_is_tried_at_once_with_another_transfer_process(
     region: Region, caplog: pytest.LogCaptureFixture
 ) -> None:
     both = choice(region, Near, Far)
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            both.record_fallback("donor", ADDRESS, both.named("near"), LinkError("no such socket"))
+        both.record_fallback("donor", ADDRESS, both.named("near"), LinkError("no such socket"))
     (message,) = messages(caplog)
     assert both.fallbacks == 1
     assert "near failed with donor donor; falling back" in message

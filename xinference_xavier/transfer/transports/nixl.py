@@ -86,8 +86,10 @@ _ANSWER = TypeAdapter(_Memory, config=ConfigDict(ser_json_bytes="hex", val_json_
 
 def _has_active_port() -> bool:
     """This host has an RDMA device with a port that is up."""
-    states = _DEVICES.glob("*/ports/*/state")
-    return any("ACTIVE" in state.read_text() for state in states)
+    try:
+        return any("ACTIVE" in state.read_text() for state in _DEVICES.glob("*/ports/*/state"))
+    except OSError:  # the device is being reset or unplugged
+        return False
 
 
 @contextmanager

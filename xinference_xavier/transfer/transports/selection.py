@@ -1,12 +1,14 @@
 """Selects the transports to try with a donor, best first.
 
 A transport within one host is tried with donors whose `host_identity` equals ours. One that fails
-with a donor is not tried again until the donor has another transfer process.
+with a donor is tried again after a minute, then after doubled times; at once if the donor has
+another transfer process.
 """
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +29,26 @@ class OutOfReachError(LinkError):
         super().__init__(f"no link by {transport}: {reason}")
 
 
+RETRY_AFTER, MAX_RETRY_AFTER = 60.0, 960.0
+"""Seconds until a transport that failed is tried again; doubled with each failure."""
+
+
 class _Failure(NamedTuple):
     address: str  # of the donor's transfer process
     reason: str
+    pause: float
+    until: float
 
 
 class TransportSelector:
     def __init__(
-        self, transports: Sequence[Transport], left_out: Mapping[str, str] | None = None
+        self,
+        transports: Sequence[Transport],
+        left_out: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`left_out` are better ones that this host cannot use, and why."""
+        self._clock = clock
         self._transports = {transport.name: transport for transport in transports}
         self._left_out = dict(left_out or {})
         self._failed: dict[tuple[str, str], _Failure] = {}  # by donor and transport
@@ -87,20 +99,29 @@ class TransportSelector:
         if transport.host is not None and (differs := difference(transport.host, host)):
             return differs
         failure = self._failed.get((donor, transport.name))
-        return failure.reason if failure is not None and failure.address == address else None
+        if failure is None or failure.address != address or self._clock() >= failure.until:
+            return None
+        return failure.reason
 
     def record_fallback(
         self, donor: str, address: str, transport: Transport, error: BaseException
     ) -> None:
         """A candidate failed; a later one worked."""
         known = self._failed.get((donor, transport.name))
-        if known is None or known.address != address:
-            reason = str(error) or type(error).__name__
-            self._failed[donor, transport.name] = _Failure(address, reason)
-            self.fallbacks += 1
-            logger.warning(
-                "%s failed with donor %s; falling back: error=%s", transport.name, donor, reason
-            )
+        pause = RETRY_AFTER
+        if known is not None and known.address == address:
+            pause = min(2 * known.pause, MAX_RETRY_AFTER)
+        reason = str(error) or type(error).__name__
+        until = self._clock() + pause
+        self._failed[donor, transport.name] = _Failure(address, reason, pause, until)
+        self.fallbacks += 1
+        logger.warning(
+            "%s failed with donor %s; falling back for %.0f s: error=%s",
+            transport.name,
+            donor,
+            pause,
+            reason,
+        )
 
     def forget_except(self, members: frozenset[str]) -> None:
         """Forget the failures with donors that are not members."""

@@ -88,6 +88,8 @@ class _Offer:
         # Sealed, so that a donor opens no socket for a stranger.
         self.hello = seal(secret, _HELLO, os.urandom(_NONCE_BYTES))
         self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._link: ConsumerLink | None = None
+        self._withdrawn = False
 
     def complete(self, answer: bytes, deadline: float) -> "ConsumerLink":
         if type(answer) is not bytes or len(answer) != _NAME_BYTES:
@@ -96,7 +98,9 @@ class _Offer:
             self._peer.settimeout(remaining(deadline))
             self._peer.connect(_socket_name(answer))
             check_same_user(self._peer)
-            _exchange_proofs(self._peer, self._secret, self.hello + answer, _CONSUMER, _DONOR)
+            transcript = self.hello + answer
+            _exchange_proofs(self._peer, self._secret, transcript, _CONSUMER, _DONOR, deadline)
+            self._peer.settimeout(remaining(deadline))
             theirs = take_region(self._peer)
         except TimeoutError:
             raise LinkTimeoutError("the donor did not offer its memory in time") from None
@@ -110,10 +114,18 @@ class _Offer:
                 f"the donor's rows have {row_bytes} bytes, the consumer's {self._region.row_bytes}"
             )
         self._peer.close()
-        return ConsumerLink(self._region, theirs, self._threads)
+        # Set before `_withdrawn` is read, as `withdraw` does it the other way round.
+        self._link = ConsumerLink(self._region, theirs, self._threads)
+        if self._withdrawn:
+            self._link.close()
+            raise LinkError("the link was withdrawn")
+        return self._link
 
     def withdraw(self) -> None:
+        self._withdrawn = True
         self._peer.close()
+        if self._link is not None:
+            self._link.close()
 
 
 class _Acceptance:
@@ -134,10 +146,10 @@ class _Acceptance:
             self._listener.settimeout(remaining(deadline))
             self._peer, _ = self._listener.accept()
             self._listener.close()
-            self._peer.settimeout(remaining(deadline))
             check_same_user(self._peer)
             transcript = self._hello + self.answer
-            _exchange_proofs(self._peer, self._secret, transcript, _DONOR, _CONSUMER)
+            _exchange_proofs(self._peer, self._secret, transcript, _DONOR, _CONSUMER, deadline)
+            self._peer.settimeout(remaining(deadline))
             offer_to_read(self._peer, self._region)
         except TimeoutError:
             raise LinkTimeoutError("the consumer did not map our memory in time") from None
@@ -291,15 +303,22 @@ def _socket_name(name: bytes) -> str:
 
 
 def _exchange_proofs(
-    peer: socket.socket, secret: bytes, transcript: bytes, own_role: str, other_role: str
+    peer: socket.socket,
+    secret: bytes,
+    transcript: bytes,
+    own_role: str,
+    other_role: str,
+    deadline: float,
 ) -> None:
+    peer.settimeout(remaining(deadline))
     peer.sendall(prove(secret, own_role, transcript))
-    verify(secret, other_role, transcript, _receive_exactly(peer, PROOF_BYTES))
+    verify(secret, other_role, transcript, _receive_exactly(peer, PROOF_BYTES, deadline))
 
 
-def _receive_exactly(peer: socket.socket, count: int) -> bytes:
+def _receive_exactly(peer: socket.socket, count: int, deadline: float) -> bytes:
     received = b""
     while len(received) < count:
+        peer.settimeout(remaining(deadline))
         part = peer.recv(count - len(received))
         if not part:
             raise OSError("the other side closed")
