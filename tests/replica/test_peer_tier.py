@@ -35,6 +35,7 @@ class Loop:
             claim=self._call,
             release=self._call,
             trusts_all=True,
+            ready=True,
         )
         self.pool = Pool(ROWS)
         self.mirror = Mirror("own")
