@@ -262,6 +262,22 @@ async def test_without_another_replica_the_error_is_the_clients(serving: Serving
         await serving.chat()
 
 
+async def test_a_replica_that_is_not_there_yet_costs_a_request_no_move(serving: Serving) -> None:
+    serving.cluster.join("m-2")
+    connect = serving.connect
+
+    async def not_yet(replica: str) -> Any:
+        if replica == "m-2":
+            raise ReplicaNotServingError("it has just started")
+        return await connect(replica)
+
+    serving.model._connect = not_yet
+    serving.cluster.tell(serving.cluster.load(serving.other, 60.0))
+    await serving.chosen.stop()
+    assert await serving.generate() == f"by {serving.other}"
+    assert serving.cluster.router.counts.moved == 2
+
+
 # -- a divided request ------------------------------------------------------------------------
 
 
@@ -347,22 +363,6 @@ async def test_a_divided_request_that_moves_is_marked_for_the_other_replica() ->
     cluster.router.end(asked)
     assert cluster.router.loads()["prefill"].requests == 0
     await serving.stop()
-
-
-async def test_a_replica_that_is_not_there_yet_costs_a_request_no_move(serving: Serving) -> None:
-    serving.cluster.join("m-2")
-    connect = serving.connect
-
-    async def not_yet(replica: str) -> Any:
-        if replica == "m-2":
-            raise ReplicaNotServingError("it has just started")
-        return await connect(replica)
-
-    serving.model._connect = not_yet
-    serving.cluster.tell(serving.cluster.load(serving.other, 60.0))
-    await serving.chosen.stop()
-    assert await serving.generate() == f"by {serving.other}"
-    assert serving.cluster.router.counts.moved == 2
 
 
 async def test_a_killed_decode_replica_leaves_the_request_to_another(divided: Serving) -> None:
