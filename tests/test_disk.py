@@ -2,12 +2,15 @@
 
 import sqlite3
 import stat
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from xinference_xavier.disk import (
@@ -368,6 +371,26 @@ def test_any_thread_can_ask_whether_a_row_is_still_there(
     other._connection.execute("ROLLBACK")
     assert save(other, region, 5) == [slot]
     assert not store.has(key(1), place)
+
+
+def test_questions_of_several_threads_leave_no_file_open(
+    folder: Path, store: Store, region: Region
+) -> None:
+    def opened() -> list[str]:
+        files = psutil.Process().open_files()
+        return sorted(file.path for file in files if Path(file.path).parent == folder)
+
+    save(store, region, 1)
+    place, before = store.index[key(1)], opened()
+    together = threading.Barrier(4)
+
+    def ask(_: int) -> bool:
+        together.wait()
+        return all(store.has(key(1), place) for _ in range(100))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(ask, range(4)))
+    assert opened() == before
 
 
 def test_only_the_owner_can_read_it(folder: Path, store: Store, region: Region) -> None:

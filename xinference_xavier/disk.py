@@ -22,6 +22,7 @@ import mmap
 import os
 import shutil
 import sqlite3
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,12 +85,15 @@ class Store:
         self._changes: dict[bytes, bool] = {}
         self._revision = 0
         self._clock = clock
+        self._reading = threading.Lock()  # of `_reader`
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder):
             self._connection = self._whole_index()
             with closing_on_error(self._connection):
                 self._inode = (folder / _INDEX).stat().st_ino
-                self._rows = _open_rows(folder / _ROWS)
+                self._reader = _read_only(folder / _INDEX)
+                with closing_on_error(self._reader):
+                    self._rows = _open_rows(folder / _ROWS)
         # Not in `close`: another thread may be reading.
         weakref.finalize(self, os.close, self._rows)
         with closing_on_error(self):
@@ -120,6 +124,8 @@ class Store:
 
     def close(self) -> None:
         """`read` and `write` calls that are under way go on."""
+        with self._reading:
+            self._reader.close()
         self._connection.close()
 
     # -- rows ---------------------------------------------------------------------------------
@@ -129,10 +135,9 @@ class Store:
         return os.preadv(self._rows, [row], slot * self.row_bytes) == self.row_bytes
 
     def has(self, key: bytes, place: Place) -> bool:
-        """Whether the chunk is still there. Waits neither for other threads nor for processes."""
-        file = (self.folder / _INDEX).absolute().as_uri()
-        with closing(sqlite3.connect(f"{file}?mode=ro", uri=True)) as connection:
-            found = connection.execute(
+        """Whether the chunk is still there. Waits for no change that is under way."""
+        with self._reading:
+            found = self._reader.execute(
                 "SELECT 1 FROM slots WHERE slot = ? AND key = ? AND checksum = ?",
                 (place.slot, key, place.checksum.to_bytes(8)),
             )
@@ -341,6 +346,17 @@ def _connect(folder: Path) -> sqlite3.Connection:
             connection.executescript(
                 f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;"
             )
+    return connection
+
+
+def _read_only(index: Path) -> sqlite3.Connection:
+    """One for all questions: SQLite opens a file for each connection, and closes none of them while
+    another connection of this process has the same file open."""
+    connection = sqlite3.connect(
+        f"{index.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False
+    )
+    with closing_on_error(connection):
+        connection.execute("PRAGMA user_version").fetchone()  # opens the log too
     return connection
 
 
