@@ -98,6 +98,15 @@ def test_two_resets_in_a_row_are_one(engine: Engine) -> None:
     assert (counts.filling, counts.pinned) == (0, 0)
 
 
+def test_what_has_come_since_the_last_reset_is_void_too(engine: Engine) -> None:
+    """A name's chunks are fetched although nothing runs."""
+    assert vllms_own(engine)
+    (row,) = engine.own.pool.reserve([b"of a name"]).rows
+    assert engine.own.pool.commit(row)
+    assert vllms_own(engine)
+    assert ready(engine) == 0
+
+
 def test_rows_of_jobs_from_before_are_free_when_the_next_step_has_ended(engine: Engine) -> None:
     """It begins with a flush. If every row were in quarantine, no later job could begin."""
     engine.ask("runs", PROMPT, tokens=100)

@@ -222,7 +222,9 @@ class XavierConnector(WorkerSide):
             self._manager.void_store(job.req_id, keys)
 
     def reset_cache(self) -> bool | None:
-        if self._is_reset:
+        if self._is_reset:  # vLLM has nothing new to forget; but rows may have come from peers
+            self._report_reset()
+            self._manager.reset_cache()
             return True
         self._asked = self._is_reset = True
         self._unflushed_steps = len(self._steps) + 1
