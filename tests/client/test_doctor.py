@@ -221,7 +221,8 @@ def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
         diagnose(api.endpoint).finds(
             f"model {MODEL}", "it has no replica", f"/v1/models/{MODEL}/replicas"
         )
-        lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64)
+        fields = {"fingerprint_fields": INGREDIENTS}
+        lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64, **fields)
         try:
             wait_until(lone.is_up, "the replica is up")
             result = diagnose(api.endpoint)
@@ -230,17 +231,18 @@ def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
                 "it has one replica, and sharing takes two"
             ]
             lone.reset()
-            second = ReplicaProcess("second", api.address, transport=REFUSING, rows=64)
+            other = ReplicaProcess("other", api.address, transport=REFUSING, rows=64, **fields)
             try:
-                wait_until(second.is_up, "the second replica is up")
+                wait_until(other.is_up, "the other replica is up")
                 diagnose(api.endpoint).finds(
                     "replica", "since one of them was reset", f"weights {MODEL} VERSION"
                 )
+                lone.kill()
+                result = diagnose(api.endpoint)
+                result.finds("replica lone", "does not answer", f"terminate --model-uid {MODEL}")
+                assert not [each for each in result.findings if "they differ" in each.problem]
             finally:
-                second.kill()
-            diagnose(api.endpoint).finds(
-                "replica second", "does not answer at", f"terminate --model-uid {MODEL}"
-            )
+                other.kill()
         finally:
             lone.kill()
         api.lose_tracker()

@@ -205,9 +205,11 @@ def _too_few(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
 
 
 def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
-    """Replicas in another namespace than the first, and the fields that differ."""
-    for replica in replicas[1:]:
-        first = replicas[0]
+    """Of the replicas that answer, those in another namespace than the first, and the fields that
+    differ."""
+    answering = [replica for replica in replicas if "error" not in replica.self_check]
+    for replica in answering[1:]:
+        first = answering[0]
         if first.status.namespace == replica.status.namespace:
             continue
         theirs = first.self_check.get("fingerprint_fields", {})
