@@ -3,7 +3,8 @@
 Two replicas under xinference, in the shape of production-stack's `multi-round-qa`: all sessions
 begin with one system prompt, then each user's own history, and each round adds a question and the
 last answer. A user asks the next question some seconds after the last one, or once that is
-answered. Routing is switched between runs, whose sessions have nothing in common.
+answered: so many that the replicas could not compute all prompts from their beginnings. Routing is
+switched between runs, whose sessions have nothing in common.
 
 Each replica computes on processors of its own, as on a GPU of its own: where replicas compete for
 processors, the ones with short queues slow down the one with a long queue. Whatever else runs there
@@ -31,8 +32,9 @@ from tests.harness.engines import CHUNK, DTYPE, POOL_BYTES, own_model
 
 REPLICAS = 2
 USERS, ROUNDS = 10, 5
-PAUSE = 10.0
-"""Seconds between two questions of a user; the users begin one after another within them."""
+LOAD = 1.5
+"""The time for computing all prompts from their beginnings, as a multiple of the time in which they
+are asked."""
 SYSTEM_ROWS, HISTORY_ROWS, QUESTION_ROWS = 8, 16, 1
 """A row has about 50 tokens."""
 ANSWER_TOKENS = 32
@@ -55,15 +57,28 @@ def measure() -> dict[str, Any]:
         cluster.launch("small", UID, replica=REPLICAS, **_LAUNCH)
         _give_own_processors(cluster)
 
+        def computed() -> float:
+            prompt = document(next(seeds), SYSTEM_ROWS + HISTORY_ROWS + QUESTION_ROWS)
+            return _ask(cluster.endpoint, prompt)[1]
+
+        for _ in range(REPLICAS):  # so that replicas know how fast they are
+            computed()
+        pause = median(computed() for _ in range(5)) * USERS / REPLICAS / LOAD
+
         def run(routed: bool) -> pairs.Run:
             mode = "auto" if routed else "off"
             cluster.call("PATCH", f"/v1/xavier/{UID}", {"routing": mode})
-            return _figures(_play(cluster.endpoint, next(seeds)))
+            return _figures(_play(cluster.endpoint, next(seeds), pause))
 
-        for routed in (True, False):  # so that replicas know how fast they are
+        for routed in (True, False):  # so that they know how fast they fetch
             run(routed)
         made = pairs.until_known(pairs.in_turns(run), until=0.0, watched={})
-    return {"pairs": len(made), "requests": USERS * ROUNDS, "compared": pairs.summary(made)}
+    return {
+        "pairs": len(made),
+        "requests": USERS * ROUNDS,
+        "pause_s": pause,
+        "compared": pairs.summary(made),
+    }
 
 
 _LAUNCH: dict[str, Any] = {
@@ -88,19 +103,23 @@ def _give_own_processors(cluster: LocalCluster) -> None:
             os.sched_setaffinity(thread.id, processors[number::REPLICAS])
 
 
-def _play(endpoint: str, seed: int) -> list[float]:
-    """Seconds to the first token of every request."""
+def _play(endpoint: str, seed: int, pause: float) -> list[float]:
+    """Seconds to the first token of every request. A user pauses so many seconds between two
+    questions; the users begin one after another within them."""
     system = document(seed, SYSTEM_ROWS)
+
+    def session(user: int) -> list[float]:
+        return [*_session(endpoint, system, seed, user, pause)]
+
     with ThreadPoolExecutor(USERS) as users:
-        sessions = users.map(lambda user: [*_session(endpoint, system, seed, user)], range(USERS))
-        return [*itertools.chain.from_iterable(sessions)]
+        return [*itertools.chain.from_iterable(users.map(session, range(USERS)))]
 
 
-def _session(endpoint: str, system: str, seed: int, user: int) -> Iterator[float]:
-    begin = time.monotonic() + PAUSE * user / USERS
+def _session(endpoint: str, system: str, seed: int, user: int, pause: float) -> Iterator[float]:
+    begin = time.monotonic() + pause * user / USERS
     said = system + document(seed + 1 + user, HISTORY_ROWS)
     for number in range(ROUNDS):
-        time.sleep(max(0.0, begin + number * PAUSE - time.monotonic()))
+        time.sleep(max(0.0, begin + number * pause - time.monotonic()))
         said += f"\nQuestion {number}: {document(seed + 500 + number, QUESTION_ROWS)}\nAnswer: "
         answer, seconds = _ask(endpoint, said)
         said += answer
@@ -143,7 +162,8 @@ def _figures(seconds: list[float]) -> pairs.Run:
 def markdown(part: dict[str, Any]) -> str:
     """Seconds to the first token: medians over the runs, and the mean ratio of the pairs with its
     95 % confidence interval."""
-    return table(
+    asked = f"A user asks every {part['pause_s']:.1f} s.\n\n"
+    return asked + table(
         (f"{part['pairs']} × {part['requests']} requests", "routed", "in turn", "ratio"),
         ([title, *pairs.cells(part["compared"][name], digits=2)] for name, title in _NAMES.items()),
     )

@@ -350,6 +350,23 @@ class TestReset:
         assert vllm.attempt(request) == 0
         assert_nothing_left(vllm)
 
+    def test_hides_a_pending_fetch_from_later_requests(self, vllm: Scheduling) -> None:
+        """They begin one of their own, whose rows count."""
+        request = waiting(vllm)
+        vllm.manager.reset_cache()
+        later = vllm.arrive("later", request.keys)
+        assert vllm.attempt(later) is None
+        assert len(vllm.tier.fetches) == 2
+        vllm.tier.end(vllm.tier.fetches[1])
+        assert vllm.attempt(later) == 6
+
+    def test_voids_the_plans_of_this_step(self, vllm: Scheduling) -> None:
+        request = vllm.ask(6, a=6)
+        assert vllm.scan(request) is None
+        vllm.manager.reset_cache()
+        vllm.end_step()
+        assert vllm.tier.fetches == []
+
 
 class TestAccounting:
     """Each prompt token is counted by the source of its KV."""

@@ -15,6 +15,7 @@ from tests.engine.scheduling import (
     prefix_scan,
     waiting,
 )
+from xinference_xavier.pool.pool import Row
 from xinference_xavier.pool.tier import Fetch, FetchState
 
 
@@ -89,6 +90,22 @@ class TestFetch:
         vllm.tier.end(vllm.tier.fetches[0])
         assert vllm.attempt(request) == 6
         assert vllm.schedule(request, 6) == [row.slot for row in vllm.tier.fetches[0].rows]
+
+    def test_that_ends_during_a_lookup_has_brought_its_chunk(
+        self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After the manager has looked into the pool, and before it asks about the fetch."""
+        request = waiting(vllm)
+        pool_lookup = vllm.pool.lookup
+
+        def looks_too_early(key: bytes) -> Row | None:
+            found = pool_lookup(key)
+            if vllm.tier.fetches[0].state is FetchState.PENDING:
+                vllm.tier.end(vllm.tier.fetches[0])
+            return found
+
+        monkeypatch.setattr(vllm.pool, "lookup", looks_too_early)
+        assert vllm.attempt(request) == 6
 
     @pytest.mark.parametrize("whole", [0, 2])
     def test_chunks_that_did_not_arrive_are_misses_and_not_fetched_again(
