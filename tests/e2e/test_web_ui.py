@@ -91,6 +91,7 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
     assert "MiB" in link
     browser.wait_text("#outcomes", "Committed 1")
     browser.wait_text("#sources", f"({whole * CHUNK:,})")
+    browser.wait_text("#helps", "Yes")
     browser.run("scrollTo(0, 0)")
     browser.screenshot("page-hit")
     assert not browser.complaints()
