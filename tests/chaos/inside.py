@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.engine.scheduling import chunks
 from tests.harness.remote import PATIENCE
 from tests.harness.replicas import CHUNK_TOKENS, KEY_BYTES, StillEngine
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine.workload import take_all
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
@@ -45,7 +47,7 @@ class View(StillEngine):
         self.sketch = (lambda key: None) if comparable else None
         self.stats = scheduler.manager.stats
         self.work_on_probes = scheduler.manager.probes.work
-        self.take_finished = scheduler.manager.take_finished
+        self.take_finished = partial(take_all, scheduler.manager.finished)
         self.take_computed = self._take_computed
         serving = Serving(CHUNK_TOKENS, ROW_BYTES, drain=drain)
         self.load = lambda: Load(serving, 0, None, 0)

@@ -35,7 +35,6 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import (
     ENGINE,
     MIN_ROWS,
-    EngineConfig,
     WorkerNote,
     XavierSpec,
     rows_of,
@@ -313,7 +312,7 @@ def test_stages_with_different_numbers_of_layers_share_rows(
             pipe.send("load")
         assert [pipe.recv() for pipe in pipes] == [True] * len(STAGES)
         config = stage_config(0, engine_id)
-        config.extra_config[ENGINE] = EngineConfig(engine_config(model_folder), cache_config)
+        config.extra_config[ENGINE] = engine_config(model_folder), cache_config
         manager = XavierSpec(config).get_manager()
         assert isinstance(manager, XavierManager)
         try:

@@ -17,7 +17,14 @@ from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.probes import Probe
 from xinference_xavier.engine.spec import serving_of
-from xinference_xavier.engine.workload import _OVERHEAD, _SPEED, MAX_DECODE_TOKENS, Retention, Step
+from xinference_xavier.engine.workload import (
+    _OVERHEAD,
+    _SPEED,
+    MAX_DECODE_TOKENS,
+    Retention,
+    Step,
+    take_all,
+)
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPTS,
@@ -49,7 +56,7 @@ class Counted(Scheduling):
         return check_load(self.workload.load())
 
     def prompts(self) -> tuple[ScheduledPrompt, ...]:
-        return check_prompts(self.workload.take_prompts())
+        return check_prompts(take_all(self.workload.prompts))
 
     def measure(self, depth: float = 0.0, seconds: float = 1.0) -> None:
         self.manager.prefill_rate.add(SPEED, seconds, depth)
@@ -271,8 +278,8 @@ class TestPromptsToKeep:
         keys = chunks("prompt", 3)
         engine.start(f"0_{with_keeping('r', keeping)}-0123abcd", 3 * CHUNK, keys=keys)
         engine.start("s", 3 * CHUNK, keys=keys)
-        assert engine.workload.take_marked() == ((keeping, tuple(keys)),)
-        assert engine.workload.take_marked() == ()
+        assert take_all(engine.workload.marked) == ((keeping, tuple(keys)),)
+        assert take_all(engine.workload.marked) == ()
 
 
 class TestPrompts:
@@ -331,7 +338,7 @@ def load_of(engine: Engine) -> Load:
 
 
 def prompts_of(engine: Engine) -> list[str]:
-    prompts = check_prompts(engine.own.manager.workload.take_prompts())
+    prompts = check_prompts(take_all(engine.own.manager.workload.prompts))
     return [prompt.request for prompt in prompts]
 
 

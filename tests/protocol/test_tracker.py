@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from xinference_xavier.protocol.tracker import (
-    MAX_WEIGHTS_VERSION,
     check_question,
-    check_weights_version,
     is_saved,
     pack,
     pool_key,
@@ -65,13 +63,6 @@ def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
 def test_any_other_question_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match=r"question|message|tools"):
         check_question(wrong)
-
-
-def test_a_weights_version_is_a_short_text() -> None:
-    check_weights_version("x" * MAX_WEIGHTS_VERSION)
-    for wrong in ("", "x" * (MAX_WEIGHTS_VERSION + 1), 7, None):
-        with pytest.raises(ValueError, match="is not a text of 1 to 64 characters"):
-            check_weights_version(wrong)
 
 
 @pytest.mark.parametrize(

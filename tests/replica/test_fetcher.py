@@ -74,14 +74,12 @@ def test_rows_arrive_byte_for_byte(
     alice: ReplicaProcess, bob: ReplicaProcess, transport: str
 ) -> None:
     keys = stored(bob, alice, count=5)
-    fetches, moved = bob.stats()["fetches"], bob.transfer_stats()["transports"][transport]
+    fetches = bob.stats()["fetches"]
     before = bytes_by(bob, transport)
     outcome = bob.fetch("alice", keys, TIMEOUT)
     assert (outcome.state, outcome.reason, outcome.committed) == ("COMMITTED", None, 5)
     assert [bob.raw_row(key) for key in keys] == [alice.raw_row(key) for key in keys]
     assert bob.wrong_rows() == []
-    moved_now = bob.transfer_stats()["transports"][transport]
-    assert moved_now["bytes_received"] - moved["bytes_received"] == 5 * ROW_BYTES
     assert bob.stats()["fetches"]["committed"] == fetches["committed"] + 1
     assert bytes_by(bob, transport) - before == 5 * ROW_BYTES
     assert bob.transfer_stats()["linked_to"]["alice"] == transport

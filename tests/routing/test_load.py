@@ -8,6 +8,7 @@ import pytest
 from xinference_xavier.mirror import PIECE, Mirror, PeerSets
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 from xinference_xavier.routing.load import IN_TRANSIT, Loads, Rates, Report
+from xinference_xavier.stats.schema import KnownLoad
 
 RATES = Rates(0.001)
 
@@ -86,7 +87,10 @@ def test_it_says_what_each_replica_has_to_do() -> None:
     loads.report("b", report(10.0))
     loads.sent("a", "1", 2.0, 100, now=11.0)
     loads.ended("b", "never sent")
-    assert loads.known(11.0) == {"a": (4.0, 3, False, "any"), "b": (0.0, 0, True, "any")}
+    assert loads.known(11.0) == {
+        "a": KnownLoad(4.0, 3, accepts=False),
+        "b": KnownLoad(0.0, 0, accepts=True),
+    }
 
 
 def test_requests_of_others_count_too(loads: Loads) -> None:

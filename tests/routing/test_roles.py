@@ -127,8 +127,8 @@ def test_the_prefill_keeps_the_prefill_replica_busy_and_no_other() -> None:
     choice = cluster.choose()
     cluster.router.sent("r", choice, 0.0)
     known = cluster.router.loads.known(0.0)
-    assert known["p"].seconds == pytest.approx(1.0)
-    assert known[choice.replica].seconds == 0.0
+    assert known["p"].backlog_s == pytest.approx(1.0)
+    assert known[choice.replica].backlog_s == 0.0
     cluster.router.prefilled("r")
     assert cluster.router.loads.known(0.0)["p"].requests == 0
     assert cluster.router.loads.known(0.0)[choice.replica].requests == 1

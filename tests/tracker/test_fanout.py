@@ -121,10 +121,6 @@ async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
         "stats": {"requests": 2},
     }
     assert (status["model_uid"], status["enabled"]) == (MODEL, True)
-    assert (
-        status["namespaces"][NAMESPACE]["keys"],
-        status["namespaces"][NAMESPACE]["revision"],
-    ) == (2, 2)
 
 
 async def test_a_tracker_that_ends_releases_its_listeners(tracker: Any) -> None:
@@ -148,13 +144,6 @@ async def test_status_falls_back_to_the_last_heartbeat(
     await tracker.heartbeat(NAMESPACE, "a", {"requests": 1})
     (replica,) = (await tracker.status())["namespaces"][NAMESPACE]["replicas"]
     assert replica["stats"] == {"requests": 1, "stale": True}
-
-
-async def test_distinct_keys_count_once(tracker: Any) -> None:
-    await join(tracker, A, B)
-    await tracker.publish(NAMESPACE, "a", 1, K1 + K2, b"")
-    await tracker.publish(NAMESPACE, "b", 1, K1, b"")
-    assert (await tracker.status())["namespaces"][NAMESPACE]["keys"] == 2
 
 
 async def test_the_weights_version_reaches_a_replica_between_two_namespaces(

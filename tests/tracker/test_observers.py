@@ -28,7 +28,7 @@ from xinference_xavier.tracker import namespaces as watchers_module
 from xinference_xavier.tracker import observers as observers_module
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.namespaces import Namespaces
-from xinference_xavier.tracker.observers import LISTENS_FOR, Loads, News, Observers
+from xinference_xavier.tracker.observers import LISTENS_FOR, Loads, Observers
 
 A, B, C = (Member(name, "127.0.0.1:1") for name in "abc")
 K1, K2 = b"key1", b"key2"
@@ -333,16 +333,16 @@ def prompts(*names: str) -> Sequence[ScheduledPrompt]:
     return [ScheduledPrompt(name, 100, b"") for name in names]
 
 
-def news(loads: Loads, seen: int, now: float = 0.0) -> News:
+def news(loads: Loads, seen: int, now: float = 0.0) -> Observation:
     return loads.since(seen, lambda incarnation: NAMES.get(incarnation, incarnation), now)
 
 
-def reported(found: News) -> dict[str, int]:
+def reported(found: Observation) -> dict[str, int]:
     """Tokens by incarnation."""
     return {each.incarnation: each.load.prefill_tokens for each in found.loads}
 
 
-def prompted(found: News) -> list[str]:
+def prompted(found: Observation) -> list[str]:
     return [prompt.request for prompt in found.prompts]
 
 
@@ -364,11 +364,11 @@ def test_a_look_finds_what_is_newer_than_the_last_one(loads: Loads) -> None:
     loads.report("b", load(2), prompts("q", "r"), now=0.0)
     first = news(loads, 0)
     assert (reported(first), prompted(first)) == ({"a": 1, "b": 2}, ["p", "q", "r"])
-    assert news(loads, first.version) == News(first.version, False, (), (), ())
+    assert news(loads, first.version) == Observation(None, first.version, False, (), (), ())
     loads.report("a", load(3), prompts("s"), now=1.0)
     second = news(loads, first.version)
     assert (reported(second), prompted(second), second.complete) == ({"a": 3}, ["s"], False)
-    assert news(loads, second.version) == News(second.version, False, (), (), ())
+    assert news(loads, second.version) == Observation(None, second.version, False, (), (), ())
 
 
 def test_news_come_in_the_order_in_which_they_arrived(loads: Loads) -> None:
@@ -406,7 +406,7 @@ def test_a_replica_that_left_and_reported_again_is_both(loads: Loads) -> None:
 def test_one_that_has_not_reported_cannot_be_gone(loads: Loads) -> None:
     seen = loads.version
     loads.forget("a")
-    assert news(loads, seen) == News(seen, False, (), (), ())
+    assert news(loads, seen) == Observation(None, seen, False, (), (), ())
 
 
 @pytest.mark.parametrize("seen", ["nothing", "an earlier tracker", "a later tracker"])

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import click
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from xinference_xavier.cli.endpoint import with_client
-from xinference_xavier.cli.tables import console
+from xinference_xavier.cli.tables import console, new_table
 from xinference_xavier.client import XavierClient
 from xinference_xavier.config import (
     ENABLE,
@@ -110,9 +109,8 @@ def launches(client: XavierClient, strip: bool) -> None:
 
 
 def _table(saved: Iterable[SavedLaunch], environment: Mapping[str, str]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("model", "uid", "autostart", "options", "with this extension", "without it"):
-        table.add_column(title)
+    titles = ["model", "uid", "autostart", "options", "with this extension", "without it"]
+    table = new_table(titles)
     for each in saved:
         options = ", ".join(f"{name}={value}" for name, value in sorted(each.options.items()))
         table.add_row(

@@ -40,10 +40,7 @@ def transfer_config(
     check_reachable(address)
     if "pool_bytes" not in options:
         raise ConfigError(
-            "xavier_pool_bytes",
-            None,
-            "is required without xinference",
-            "use a size such as 4GiB",
+            "xavier_pool_bytes", None, "is required without xinference", "use a size such as 4GiB"
         )
     return kv_transfer_config(
         XavierConfig(model_uid=model_uid, tracker_address=address, replica=name, **options)

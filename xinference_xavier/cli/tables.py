@@ -36,6 +36,16 @@ def console(stderr: bool = False) -> Console:
     return out
 
 
+def new_table(left: Iterable[str], right: Iterable[str] = ()) -> Table:
+    """Numbers are in columns on the `right` of texts."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name.replace("_", " "), justify="right")
+    return table
+
+
 def size(count: float) -> str:
     unit, name = pick_unit_and_suffix(int(count), _UNITS, 1024)
     return f"{count:.0f} B" if unit == 1 else f"{count / unit:.1f} {name}"
@@ -51,11 +61,8 @@ def models_table(models: Iterable[ModelStatus]) -> RenderableType:
 
 
 def model_table(model: ModelStatus) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("replica")
     columns = ("requests", *HIT_SOURCES, "reused", "received", "fetches", "rolled back", "pool")
-    for name in (*columns, "chunks"):
-        table.add_column(name.replace("_", " "), justify="right")
+    table = new_table(["replica"], [*columns, "chunks"])
     for replica in model.replicas:
         name = replica.replica + (" (no answer)" if replica.stale else "")
         if replica.draining:
@@ -153,11 +160,8 @@ def _remarks(model: ModelStatus) -> list[str]:
 def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableType:
     """`names` are xinference's names by incarnation."""
     per_character = max(1, -(-len(answer.chunks) // _WIDTH))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("replica", "holds (■ all, ▪ part, · none)"):
-        table.add_column(name)
-    for name in ("local pool", "disk", "remote", "computed"):
-        table.add_column(name, justify="right")
+    holds = "holds (■ all, ▪ part, · none)"
+    table = new_table(["replica", holds], ["local pool", "disk", "remote", "computed"])
     for incarnation, reuse in answer.reuse.items():
         held = [incarnation in chunk.holders for chunk in answer.chunks]
         picture = "".join(
@@ -176,10 +180,7 @@ def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableT
 
 
 def _forecasts_table(answer: Explanation) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("replica")
-    for name in ("backlog", "fetch", "compute", "together"):
-        table.add_column(name, justify="right")
+    table = new_table(["replica"], ["backlog", "fetch", "compute", "together"])
     for name, each in answer.forecasts.items():
         seconds = (each.backlog, each.fetch, each.compute, each.total)
         told = f"{name}, prefilled by {each.prefill}" if each.prefill else name
@@ -189,11 +190,8 @@ def _forecasts_table(answer: Explanation) -> Table:
 
 def prefixes_table(prefixes: Iterable[NamedPrefix], now: float) -> RenderableType:
     """`now` is the wall-clock time."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("name", "state", "retention", "replicas"):
-        table.add_column(name)
-    for name in ("tokens", "chunks", "expires in"):
-        table.add_column(name, justify="right")
+    texts = ["name", "state", "retention", "replicas"]
+    table = new_table(texts, ["tokens", "chunks", "expires in"])
     for each in prefixes:
         state = f"{each.state}: {each.reason}" if each.reason else each.state
         left = timedelta(seconds=max(0, round(each.expires - now)))
@@ -204,11 +202,7 @@ def prefixes_table(prefixes: Iterable[NamedPrefix], now: float) -> RenderableTyp
 
 
 def stores_table(stores: Iterable[Summary]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("model", "last used"):
-        table.add_column(name)
-    for name in ("chunks", "size"):
-        table.add_column(name, justify="right")
+    table = new_table(["model", "last used"], ["chunks", "size"])
     table.add_column("folder")
     for each in stores:
         used = datetime.fromtimestamp(each.used).isoformat(" ", "minutes")

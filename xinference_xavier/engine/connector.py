@@ -35,15 +35,11 @@ from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.identity import page_format
-from xinference_xavier.engine.keys import (
-    chunk_tokens_for,
-    stores_whole_chunks,
-    window_tokens,
-)
+from xinference_xavier.engine.keys import chunk_tokens_for, stores_whole_chunks, window_tokens
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.sketches import describe_pages
-from xinference_xavier.engine.spec import ENGINE, EngineConfig, WorkerNote, XavierSpec
+from xinference_xavier.engine.spec import ENGINE, WorkerNote, XavierSpec
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import OnlyLoads, WorkerSide
 from xinference_xavier.engine.workload import goes_on, step_of, without_quiet
@@ -80,7 +76,7 @@ class XavierConnector(WorkerSide):
         self._blocks_per_chunk = chunk_tokens // max(block_tokens)
         # vLLM's own entry. Since 0.33, not only the spec reads it.
         extra["blocks_per_chunk"] = self._blocks_per_chunk
-        extra[ENGINE] = EngineConfig(vllm_config, kv_cache_config)
+        extra[ENGINE] = vllm_config, kv_cache_config
         self._asked = False  # vLLM's scheduler, since it built metadata
         self._is_reset = False  # and nothing was scheduled since
         self._unflushed_steps: int | None = None

@@ -175,10 +175,7 @@ def _snapshot(model: ModelConfig, load: LoadConfig) -> Path | None:
     """What the local cache has of a hub's model."""
     try:
         found = snapshot_download(
-            model.model,
-            revision=model.revision,
-            cache_dir=load.download_dir,
-            local_files_only=True,
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
         )
     except Exception as error:  # another hub's, another loader's, or no model's name
         logger.warning(

@@ -158,13 +158,6 @@ def stores_whole_chunks(
     return True
 
 
-class _Group(NamedTuple):
-    """One KV-cache group; its own chunks may be smaller than `chunk_tokens`."""
-
-    number: int
-    hashes_per_chunk: int
-
-
 class PromptChunker:
     """`offloading` is vLLM's view of the engine. A chunk has `chunk_tokens` tokens."""
 
@@ -176,13 +169,11 @@ class PromptChunker:
         self._tokens_per_hash = offloading.cache.tokens_per_hash
         groups = offloading.groups
         blocks_per_chunk = chunk_tokens // max(group.tokens_per_block for group in groups)
-        self._groups = [
-            _Group(
-                group.group_id,
-                group.tokens_per_block * blocks_per_chunk // self._tokens_per_hash,
-            )
+        # Hashes of a chunk, by the group's number: a group's own chunks may be smaller.
+        self._groups = {
+            group.group_id: group.tokens_per_block * blocks_per_chunk // self._tokens_per_hash
             for group in groups
-        ]
+        }
         self._tokenizer: Any = None
 
     def __call__(self, question: dict[str, Any]) -> Chunked:
@@ -244,6 +235,6 @@ class PromptChunker:
     def _keys(self, hashes: list[BlockHash], start: int, end: int) -> Iterator[bytes]:
         """The keys of all groups' chunks that end within hashes `start` to `end`. A chunk's key is
         made from its last hash."""
-        for number, size in self._groups:
+        for number, size in self._groups.items():
             for last in range(start - start % size + size - 1, end, size):
                 yield make_offload_key(hashes[last], number)

@@ -110,7 +110,7 @@ class XavierManager(OffloadingManager):
         self._hit_reporter = HitReporter(self._hits)
         self.first_tokens = FirstTokenTimes()
         self.settled = True  # the next step has nothing to do, unless vLLM asks for something
-        self._finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)
+        self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
         self.probes = probes(self._can_audit)
         self.prefill_rate = PrefillRate()
         self.steps = Steps(self._requests, self.prefill_rate)
@@ -163,11 +163,6 @@ class XavierManager(OffloadingManager):
     def requests(self) -> Mapping[str, Request]:
         """Unfinished requests by id."""
         return self._requests
-
-    def take_finished(self) -> list[Sequence[bytes]]:
-        """The chunks of the requests that ended since the last call. Called by the replica's
-        background thread."""
-        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def _can_audit(self, tokens: int) -> bool:
         """Whether the engine is idle and has computed at least `tokens` prompt tokens."""
@@ -287,7 +282,7 @@ class XavierManager(OffloadingManager):
         self._finished_requests += request.probe is None
         # vLLM does not report its own hits. In reverse, so that a prefix is evicted from its end.
         self._pool.touch(reversed(keys := request.row_keys()))
-        self._finished.append(keys)
+        self.finished.append(keys)
         self.tier_lookup.finished(request)
         if request.probe is not None:
             self.probes.ended(request.probe)

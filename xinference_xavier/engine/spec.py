@@ -47,6 +47,7 @@ from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
+from xinference_xavier.engine.workload import take_all
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
@@ -60,7 +61,8 @@ from xinference_xavier.runtime.host import free_memory_bytes
 logger = logging.getLogger(__name__)
 
 ENGINE = "xavier_engine"
-"""The entry of the connector's extra configuration that has an `EngineConfig`."""
+"""The entry of the connector's extra configuration that has vLLM's own of the engine, for a spec's
+scheduler side: a `VllmConfig` and a `KVCacheConfig`."""
 _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
 MIN_ROWS = 16
 _PARTS = 4  # of the free memory; by default, the pools take one
@@ -76,13 +78,6 @@ class WorkerNote(NamedTuple):
     parts: dict[str, list[Any]]  # from `describe_pages`
     cells: Sequence[int] = ()  # bytes of each worker's cell
     cache_rows: int = 0  # that would hold the whole KV cache
-
-
-class EngineConfig(NamedTuple):
-    """vLLM's configuration of the engine, which a spec's scheduler side gets from the connector."""
-
-    vllm: VllmConfig
-    kv_cache: KVCacheConfig
 
 
 class XavierSpec(OffloadingSpec):
@@ -246,10 +241,10 @@ class XavierSpec(OffloadingSpec):
                 stats=manager.stats,
                 load=manager.workload.load,
                 work_on_probes=manager.probes.work,
-                take_prompts=manager.workload.take_prompts,
-                take_computed=manager.workload.take_computed,
-                take_marked=manager.workload.take_marked,
-                take_finished=manager.take_finished,
+                take_prompts=partial(take_all, manager.workload.prompts),
+                take_computed=partial(take_all, manager.workload.computed),
+                take_marked=partial(take_all, manager.workload.marked),
+                take_finished=partial(take_all, manager.finished),
             )
             replica = Replica(
                 self._xavier,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from itertools import islice
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -38,6 +38,8 @@ from xinference_xavier.protocol.load import (
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES, keeping_of, prefix_of
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
 from xinference_xavier.replica.kept_prefixes import MAX_MARKS, ComputedPrefix, MarkedPrompt
+
+_T = TypeVar("_T")
 
 
 class Step(NamedTuple):
@@ -245,9 +247,9 @@ class Workload:
         self._prefill_rate = prefill_rate
         self._cost_model = cost_model
         self._clock = clock
-        self._prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
-        self._computed: deque[ComputedPrefix] = deque(maxlen=MAX_PREFIXES)
-        self._marked: deque[MarkedPrompt] = deque(maxlen=MAX_MARKS)
+        self.prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
+        self.computed: deque[ComputedPrefix] = deque(maxlen=MAX_PREFIXES)
+        self.marked: deque[MarkedPrompt] = deque(maxlen=MAX_MARKS)
 
     # -- called by the scheduler thread ------------------------------------------------------
 
@@ -270,13 +272,13 @@ class Workload:
         name = own_id(req_id)
         if (prefix := prefix_of(name)) is not None:
             every = tuple(dict.fromkeys(request.row_keys()))
-            self._computed.append(ComputedPrefix(prefix, prompt, every))
+            self.computed.append(ComputedPrefix(prefix, prompt, every))
         elif (keeping := keeping_of(name)) is not None:
-            self._marked.append(MarkedPrompt(keeping, tuple(dict.fromkeys(request.row_keys()))))
+            self.marked.append(MarkedPrompt(keeping, tuple(dict.fromkeys(request.row_keys()))))
         if name.isprintable():
             keys = request.main_keys()[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)
-            self._prompts.append(ScheduledPrompt(name, prompt, short))
+            self.prompts.append(ScheduledPrompt(name, prompt, short))
 
     # -- called by the replica's thread ------------------------------------------------------
 
@@ -323,17 +325,10 @@ class Workload:
         speeds = [1 / rate["bytes_per_s"] for rate in rates if rate["bytes_per_s"]]
         return *line, fmean(overheads or [_OVERHEAD]), fmean(speeds or [1 / _SPEED])
 
-    def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
-        """The prompts that were scheduled since the last call."""
-        return tuple(self._prompts.popleft() for _ in range(len(self._prompts)))
 
-    def take_computed(self) -> tuple[ComputedPrefix, ...]:
-        """The prefixes that were scheduled since the last call."""
-        return tuple(self._computed.popleft() for _ in range(len(self._computed)))
-
-    def take_marked(self) -> tuple[MarkedPrompt, ...]:
-        """The prompts to keep that were scheduled since the last call."""
-        return tuple(self._marked.popleft() for _ in range(len(self._marked)))
+def take_all(queue: deque[_T]) -> tuple[_T, ...]:
+    """What came since the last call. Called by the replica's thread."""
+    return tuple(queue.popleft() for _ in range(len(queue)))
 
 
 def own_id(req_id: str) -> str:

@@ -16,14 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,10 +46,6 @@ _EXPLAIN_DEADLINE = 61.0
 _PIECE = 200
 """Prefixes that are looked through at a stretch."""
 _T = TypeVar("_T")
-
-
-class RefusedError(ValueError):
-    """What a client asked for is not possible."""
 
 
 @dataclass(slots=True)
@@ -147,8 +136,8 @@ class Keeper:
     # -- what clients ask for --------------------------------------------------------------------
 
     async def add(self, model_uid: str, new: NewPrefix) -> dict[str, Any]:
-        """Return when it is clear that the prefix can be kept. Raises RefusedError, TooManyError,
-        and what the tracker raises."""
+        """Return when it is clear that the prefix can be kept. Raises ValueError, and
+        what the tracker raises."""
         chunks = await self._check_size(model_uid, new)
         await self._check_budget(model_uid, chunks, new.terms)
         prefix = await self._names.add(model_uid, new)
@@ -158,7 +147,7 @@ class Keeper:
         return self.report(prefix)
 
     async def change(self, prefix: Prefix, terms: Terms) -> dict[str, Any]:
-        """Raises RefusedError."""
+        """Raises ValueError if the terms are not possible."""
         model = self._models.get(prefix.model_uid, _Model())
         at = _at(model, prefix.id)
         chunks = max((kept.chunks for kept in at.values()), default=0)
@@ -173,12 +162,12 @@ class Keeper:
         tokens, chunk = found["prompt_tokens"], found["chunk_tokens"]
         context = found["context_tokens"]
         if tokens < chunk:
-            raise RefusedError(
+            raise ValueError(
                 f"{new.name!r} has {tokens} tokens; give a prefix of at least {chunk}, since "
                 "replicas keep whole chunks of so many"
             )
         if tokens >= context:
-            raise RefusedError(
+            raise ValueError(
                 f"{new.name!r} has {tokens} tokens, and the model's context {context}; shorten it"
             )
         return int(tokens // chunk)
@@ -202,7 +191,7 @@ class Keeper:
         ] or [0]
         most = min(free) if terms.copies == "all" else max(free)
         if chunks > most:
-            raise RefusedError(
+            raise ValueError(
                 f"retention=hard needs {chunks} chunks, but {max(0, most)} are free: a replica "
                 "keeps at most xavier_pin_fraction of its pool; remove another prefix, use "
                 "retention=soft, or launch with larger pools"
@@ -303,11 +292,7 @@ class Keeper:
         model.states = states
 
     async def _compute_next(
-        self,
-        model_uid: str,
-        model: _Model,
-        prefixes: Mapping[str, Prefix],
-        told: Collection[str],
+        self, model_uid: str, model: _Model, prefixes: Mapping[str, Prefix], told: Collection[str]
     ) -> None:
         """What somebody waits for, else what was used last, at a replica that was told to keep
         it. One that has just joined was not."""

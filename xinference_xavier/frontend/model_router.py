@@ -143,9 +143,7 @@ class ModelRouter:
     """`clock` returns monotonic seconds."""
 
     def __init__(
-        self,
-        source: random.Random | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, source: random.Random | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.counts = RoutingStats()
         self.mirror = Mirror("")
@@ -401,9 +399,9 @@ class ModelRouter:
         """What the replicas have to do whose load is known now."""
         known = {} if self._serving is None else self._router.loads.known(self._clock())
         return {
-            self._replicas[name]: KnownLoad(*each)
+            self._replicas[name]: each
             for name, each in known.items()
-            if math.isfinite(each.seconds)
+            if math.isfinite(each.backlog_s)
         }
 
     def report(self) -> dict[str, Any]:

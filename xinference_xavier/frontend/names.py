@@ -55,14 +55,6 @@ CREATE TABLE IF NOT EXISTS prefixes (
 _T = TypeVar("_T")
 
 
-class SchemaError(Exception):
-    """The file belongs to a later version."""
-
-
-class TooManyError(ValueError):
-    """One more prefix would exceed the limit of a model, or one is too long."""
-
-
 class Store:
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -75,7 +67,8 @@ class Store:
         self._log = RateLimitedLog(logger)
 
     async def open(self) -> list[Prefix]:
-        """All prefixes. Raises SchemaError, OSError, sqlite3.Error; then it can be called again."""
+        """All prefixes. Raises ValueError for a later schema, OSError, sqlite3.Error; then it can
+        be called again."""
         await self._write(self._open)
         return await self._read(self._open_reader)
 
@@ -97,7 +90,7 @@ class Store:
             connection.execute("BEGIN IMMEDIATE")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > VERSION:
-                raise SchemaError(
+                raise ValueError(
                     f"{self._file} has schema {version}, this version of xinference-xavier knows "
                     f"{VERSION}; install the newer version again, or move the file away"
                 )
@@ -153,13 +146,13 @@ class Store:
     # -- writing -------------------------------------------------------------------------------
 
     async def add(self, prefix: Prefix, content: Mapping[str, Any]) -> None:
-        """Replaces one of the same name. Raises TooManyError."""
+        """Replaces one of the same name. Raises ValueError beyond a limit."""
         await self._write(lambda: self._add(prefix, content))
 
     def _add(self, prefix: Prefix, content: Mapping[str, Any]) -> None:
         text = json.dumps(content)
         if len(text) > MAX_TEXT:
-            raise TooManyError(
+            raise ValueError(
                 f"{prefix.name!r} has {len(text)} bytes, more than {MAX_TEXT}; shorten it"
             )
         of_model, name = (prefix.model_uid,), (prefix.tenant, prefix.name)
@@ -174,7 +167,7 @@ class Store:
                 "SELECT count(*) FROM prefixes WHERE model_uid = ?", of_model
             ).fetchone()
             if count >= MAX_PREFIXES:
-                raise TooManyError(
+                raise ValueError(
                     f"model {prefix.model_uid!r} has {MAX_PREFIXES} named prefixes; remove some "
                     "first"
                 )
@@ -379,7 +372,7 @@ class Names:
     # -- changes -------------------------------------------------------------------------------
 
     async def add(self, model_uid: str, new: NewPrefix) -> Prefix:
-        """Takes the place of one of the same name. Raises TooManyError."""
+        """Takes the place of one of the same name. Raises ValueError beyond a limit."""
         now = self._clock()
         prefix = Prefix(new_id(), model_uid, new.tenant, new.name, new.terms, now, now)
         await self._store.add(prefix, new.content)

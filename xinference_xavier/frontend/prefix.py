@@ -28,18 +28,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])", re.ASCII)
 _SALT = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SALT}}}")
 """What xinference accepts."""
-_FIELDS = (
-    "name",
-    "prompt",
-    "messages",
-    "tools",
-    "ttl",
-    "copies",
-    "retention",
-    "cache_salt",
-    "lora_name",
-)
 _CHANGEABLE = ("ttl", "copies", "retention")
+_FIELDS = ("name", "prompt", "messages", "tools", *_CHANGEABLE, "cache_salt", LORA)
 
 
 class Terms(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from xinference_xavier.options import DEFAULT_DRAIN, Role, Routing
-from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, checked
+from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, checked, checker
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
 
 MAX_KNOWN = 4096  # requests of one report
@@ -117,20 +117,14 @@ class Observation(NamedTuple):
     prompts: Annotated[tuple[ScheduledPrompt, ...], Field(fail_fast=True)] = ()
 
 
-_LOAD = TypeAdapter(Load)
 _PROMPTS = TypeAdapter(
     Annotated[tuple[ScheduledPrompt, ...], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 )
 _OBSERVATION = TypeAdapter(Observation)
-_DRAIN = TypeAdapter(Drain)
 
 
-def check_load(load: object) -> Load:
-    return checked(_LOAD, "load", load)
-
-
-def check_drain(drain: object) -> Drain:
-    return checked(_DRAIN, "drain", drain)
+check_load = checker(Load, "load")
+check_drain = checker(Drain, "drain")
 
 
 def check_prompts(prompts: object) -> tuple[ScheduledPrompt, ...]:

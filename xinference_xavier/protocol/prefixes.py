@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from xinference_xavier.protocol.tracker import checked
+from xinference_xavier.protocol.tracker import checked, checker
 from xinference_xavier.runtime.validate import Count
 
 MAX_PREFIXES = 10_000
@@ -55,7 +55,7 @@ class Kept(NamedTuple):
 _WANTED = TypeAdapter(
     Annotated[dict[PrefixId, Annotated[bool, Field(strict=True)]], Field(max_length=MAX_PREFIXES)]
 )
-_KEPT = TypeAdapter(Kept)
+check_kept = checker(Kept, "kept prefixes")
 
 
 def request_id(prefix: str, number: int) -> str:
@@ -84,7 +84,3 @@ def keeping_of(request_id: str) -> Keeping | None:
 def check_wanted(wanted: object) -> Mapping[str, bool]:
     """The prefixes to keep, and whether firmly. Raises ValueError."""
     return checked(_WANTED, "prefixes", wanted)
-
-
-def check_kept(answer: object) -> Kept:
-    return checked(_KEPT, "kept prefixes", answer)

@@ -6,7 +6,8 @@ Every check raises a ValueError that names the value, and nothing else, whatever
 import enum
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from struct import iter_unpack
 from typing import Annotated, NamedTuple, TypeVar, get_args
 
@@ -114,8 +115,6 @@ class Update(NamedTuple):
     left: Annotated[tuple[Identifier, ...], Field(fail_fast=True)] = ()
 
 
-_MEMBER = TypeAdapter(Member)
-_SETTINGS = TypeAdapter(Settings)
 _UPDATE = TypeAdapter(Update)
 
 
@@ -158,14 +157,6 @@ def check_version(version: object) -> None:
         )
 
 
-def check_member(member: object) -> Member:
-    return checked(_MEMBER, "member", member)
-
-
-def check_settings(settings: object) -> Settings:
-    return checked(_SETTINGS, "settings", settings)
-
-
 def check_update(update: object) -> Update:
     """Checks all of it, so that a mirror applies an update completely or not at all."""
     good = checked(_UPDATE, "update", update)
@@ -184,12 +175,13 @@ def checked(adapter: TypeAdapter[_T], what: str, value: object) -> _T:
         raise ValueError(f"malformed {what}: {first_reason(error)}") from None
 
 
-def check_weights_version(version: object) -> None:
-    if not isinstance(version, str) or not 0 < len(version) <= MAX_WEIGHTS_VERSION:
-        raise ValueError(
-            f"weights_version={shown(version)} is not a text of 1 to {MAX_WEIGHTS_VERSION} "
-            "characters"
-        )
+def checker(kind: type[_T], what: str) -> Callable[[object], _T]:
+    """A check that returns a value of this type."""
+    return partial(checked, TypeAdapter(kind), what)
+
+
+check_member = checker(Member, "member")
+check_settings = checker(Settings, "settings")
 
 
 def check_question(question: object) -> None:

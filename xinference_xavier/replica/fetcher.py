@@ -186,11 +186,7 @@ class Fetcher:
             reason = "donor unreachable"
         except Exception:  # the request must not wait for a fetch that is over
             self._conditions.warn(
-                "error",
-                "fetch failed: donor=%s",
-                fetch.donor,
-                level=logging.ERROR,
-                exc_info=True,
+                "error", "fetch failed: donor=%s", fetch.donor, level=logging.ERROR, exc_info=True
             )
             reason = "internal error"
         finally:  # after the rollback, so that no row is half done when the fetch ends
@@ -253,11 +249,7 @@ class Fetcher:
         return await self._receive(fetch, grant.checksums, self._process.pull(order), parts)
 
     async def _receive(
-        self,
-        fetch: PeerFetch,
-        checksums: Sequence[int],
-        work: Awaitable[PullResult],
-        parts: int,
+        self, fetch: PeerFetch, checksums: Sequence[int], work: Awaitable[PullResult], parts: int
     ) -> str | None:
         """Wait until the rows are there, or the deadline is over. Returns why not all of them were
         committed; None if they were. Raises GrantRefusedError if meanwhile we found that the source

@@ -193,12 +193,7 @@ async def copy_rows(
 
 
 async def _copy_rows(
-    pool: Pool,
-    fetcher: Fetcher,
-    donor: str,
-    keys: list[bytes],
-    deadline: float,
-    patience: float,
+    pool: Pool, fetcher: Fetcher, donor: str, keys: list[bytes], deadline: float, patience: float
 ) -> int:
     arrived: list[Row] = []
     patient = time.monotonic() + patience

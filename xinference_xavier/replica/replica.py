@@ -44,12 +44,7 @@ from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import Background, PeerTier
-from xinference_xavier.replica.reports import (
-    EventReporter,
-    LoadReporter,
-    SharingLog,
-    replica_stats,
-)
+from xinference_xavier.replica.reports import EventReporter, LoadReporter, SharingLog, replica_stats
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -80,39 +75,6 @@ class Engine:
     take_computed: Callable[[], tuple[ComputedPrefix, ...]]  # of named prefixes
     take_marked: Callable[[], tuple[MarkedPrompt, ...]]  # to be kept
     take_finished: Callable[[], Sequence[Prompt]]  # of requests that ended
-
-
-class Departures:
-    """Forgets replicas that have left, with their links and grants."""
-
-    def __init__(
-        self, process: TransferProcess, fetcher: Fetcher, donor: Donor, canary: Canary
-    ) -> None:
-        self._process = process
-        self._fetcher = fetcher
-        self._donor = donor
-        self._canary = canary
-        self._members: frozenset[str] = frozenset()
-
-    def members_changed(self, members: frozenset[str]) -> None:
-        gone, self._members = self._members - members, members
-        self._canary.members_changed(members)
-        for incarnation in gone:
-            self._fetcher.forget(incarnation)
-        if gone:
-            spawn(self._forget(gone))
-
-    async def _forget(self, gone: frozenset[str]) -> None:
-        # Links first: while a link is open, granted rows may be in flight.
-        await self._process.close_links_except(self._members)
-        for incarnation in gone:
-            self._donor.grants.forget(incarnation)
-
-    async def close_late_links(self) -> None:
-        """Close links that a replica opened after its lease expired, before it knew."""
-        while True:
-            await asyncio.sleep(_LINKS_INTERVAL)
-            await self._process.close_links_except(self._members)
 
 
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -170,6 +132,7 @@ class Replica:
         self._disk = disk
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
+        self._members: frozenset[str] = frozenset()
         self._host = own_host(config.host, config.tracker_address)
         self._thread = LoopThread("xavier-replica", self._begin)
         self._events = EventReporter(config, incarnation)
@@ -191,7 +154,7 @@ class Replica:
             holdings=self._holdings,
             stats=self.stats,
             load_reporter=LoadReporter(engine, ready=lambda: self.warm_join.wait()),
-            on_members=lambda members: self._departures.members_changed(members),
+            on_members=self._members_changed,
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
             events=self._events.pending,
@@ -201,11 +164,7 @@ class Replica:
         if self._disk is not None and not not_sharing:
             self._disk.move(self._namespace.lasting)
         self.canary = Canary(
-            incarnation,
-            engine.sketch,
-            self.mirror,
-            self._namespace,
-            self._differs,
+            incarnation, engine.sketch, self.mirror, self._namespace, self._differs
         )
         publish = partial(self._client.publisher.enqueue, held=True)
         self._fetcher = Fetcher(
@@ -236,7 +195,6 @@ class Replica:
         # A grant outlives the fetch that asked for it.
         self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout, self._is_saved)
         self._checksums = Checksums(region, self._pool, self._offer)
-        self._departures = Departures(self._process, self._fetcher, self.donor, self.canary)
         self.kept = KeptPrefixes(
             self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
         )
@@ -296,7 +254,7 @@ class Replica:
                 self.canary.run(),
                 self._housekeep(),
                 self.warm_join.run(),
-                self._departures.close_late_links(),
+                self._close_late_links(),
                 *([] if self._disk is None else [self._disk.run(self.flush)]),
             )
         ]
@@ -324,6 +282,26 @@ class Replica:
         for result in await asyncio.gather(*background, return_exceptions=True):
             if isinstance(result, Exception):
                 logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
+
+    def _members_changed(self, members: frozenset[str]) -> None:
+        gone, self._members = self._members - members, members
+        self.canary.members_changed(members)
+        for incarnation in gone:
+            self._fetcher.forget(incarnation)
+        if gone:
+            spawn(self._forget_members(gone))
+
+    async def _forget_members(self, gone: frozenset[str]) -> None:
+        # Links first: while a link is open, granted rows may be in flight.
+        await self._process.close_links_except(self._members)
+        for incarnation in gone:
+            self.donor.grants.forget(incarnation)
+
+    async def _close_late_links(self) -> None:
+        """Close links that a replica opened after its lease expired, before it knew."""
+        while True:
+            await asyncio.sleep(_LINKS_INTERVAL)
+            await self._process.close_links_except(self._members)
 
     def _holdings(self) -> Iterable[bytes]:
         saved = [] if self._disk is None else self._disk.offered()

@@ -76,10 +76,7 @@ class Publisher:
     the last publication."""
 
     def __init__(
-        self,
-        incarnation: str,
-        holdings: Callable[[], Iterable[bytes]],
-        counters: Counters,
+        self, incarnation: str, holdings: Callable[[], Iterable[bytes]], counters: Counters
     ) -> None:
         self.last_sequence = 0
         self._incarnation = incarnation

@@ -20,6 +20,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xinference_xavier.stats.schema import KnownLoad
+
 IN_TRANSIT = 0.05
 """Seconds after which the router takes for granted that a request is in the replica's reports, if
 they do not say which requests are."""
@@ -63,17 +65,6 @@ class Report(NamedTuple):
     """Or "prefill" or "decode"."""
     retention_s: float = 0.0
     """How long the engine's own prefix cache keeps what it holds."""
-
-
-class Known(NamedTuple):
-    """What a replica has to do now."""
-
-    seconds: float
-    """Seconds until the replica has computed the prompt."""
-    requests: int
-    accepts: bool
-    """Whether it has fewer requests than it accepts."""
-    role: str = "any"
 
 
 class Numbers(Protocol):
@@ -304,7 +295,7 @@ class Loads:
         oldest = now - self.lease
         return [name for name, each in self._replicas.items() if each.report.made <= oldest]
 
-    def known(self, now: float) -> dict[str, Known]:
+    def known(self, now: float) -> dict[str, KnownLoad]:
         """The loads of replicas whose lease has not expired."""
         expired = set(self.expired(now))
         groups = defaultdict[str, list[_Replica]](list)
@@ -312,7 +303,7 @@ class Loads:
             groups[each.group].append(each)
         requests = {group: _requests(ranks) for group, ranks in groups.items()}
         return {
-            name: Known(
+            name: KnownLoad(
                 max(0.0, each.until - now),
                 each.requests,
                 requests[each.group] < each.limit,

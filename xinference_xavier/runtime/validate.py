@@ -56,9 +56,9 @@ def up_to(most: int) -> AfterValidator:
     return AfterValidator(check)
 
 
-def check_identifier(name: str, value: object) -> None:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_IDENTIFIER:
-        raise ValueError(f"{name}={shown(value)} is not a text of 1 to {MAX_IDENTIFIER} characters")
+def check_identifier(name: str, value: object, most: int = MAX_IDENTIFIER) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= most:
+        raise ValueError(f"{name}={shown(value)} is not a text of 1 to {most} characters")
 
 
 def check_count(name: str, value: object, least: int, most: int = MAX_COUNT) -> None:

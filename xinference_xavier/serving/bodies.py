@@ -4,7 +4,7 @@ A report is a `ModelStatus`, whose classes explain its fields. Times are in seco
 Endpoints read bodies themselves, because a refusal names the remedy.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
@@ -13,7 +13,7 @@ from xinference_xavier.frontend.prefix import DEFAULT_TTL, MAX_NAME, MAX_SALT, C
 from xinference_xavier.options import Routing
 from xinference_xavier.protocol.tracker import MAX_WEIGHTS_VERSION
 from xinference_xavier.stats.answers import NamedPrefix, Reuse
-from xinference_xavier.stats.schema import ModelStatus, about
+from xinference_xavier.stats.schema import ModelStatus, described
 
 
 class Body(BaseModel):
@@ -74,12 +74,10 @@ class PrefixBody(Question, PrefixTerms):
 class Report(ModelStatus):
     """How the replicas of a model share."""
 
-    prefixes: list[NamedPrefix] = field(
-        default_factory=list,
-        metadata=about(
-            "The 100 named prefixes without a tenant that were used last; none if the caller may "
-            "not ask the model."
-        ),
+    prefixes: list[NamedPrefix] = described(
+        "The 100 named prefixes without a tenant that were used last; none if the caller may "
+        "not ask the model.",
+        list,
     )
 
 
@@ -87,11 +85,9 @@ class Report(ModelStatus):
 class Flushed(Report):
     """A report after the pools were emptied."""
 
-    answers: dict[str, list[str]] = field(
-        default_factory=dict,
-        metadata=about(
-            'The replicas that were "flushed" and those that are "unreachable", by incarnation.'
-        ),
+    answers: dict[str, list[str]] = described(
+        'The replicas that were "flushed" and those that are "unreachable", by incarnation.',
+        dict,
     )
 
 
@@ -99,12 +95,10 @@ class Flushed(Report):
 class Joined(Report):
     """A report after weights got their name."""
 
-    answers: dict[str, list[str]] = field(
-        default_factory=dict,
-        metadata=about(
-            'The replicas that "joined" those with the same weights, those that were "not_reset" '
-            'and those that are "unreachable", by incarnation.'
-        ),
+    answers: dict[str, list[str]] = described(
+        'The replicas that "joined" those with the same weights, those that were "not_reset" '
+        'and those that are "unreachable", by incarnation.',
+        dict,
     )
 
 

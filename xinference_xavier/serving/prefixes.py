@@ -19,12 +19,7 @@ from starlette.types import Receive, Scope
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.keeper import TICK, Keeper
 from xinference_xavier.frontend.names import Names, Store
-from xinference_xavier.frontend.prefix import (
-    LORA,
-    Prefix,
-    read_new,
-    read_terms,
-)
+from xinference_xavier.frontend.prefix import LORA, Prefix, read_new, read_terms
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,

@@ -371,10 +371,7 @@ def worker_addresses(supervisor: Any, model_uid: str) -> dict[str, str]:
 
 def replica_records(supervisor: Any) -> tuple[dict[str, Any], ...]:
     """Records by replica, which keep its name taken."""
-    return (
-        supervisor._replica_model_uid_to_worker,
-        supervisor._replica_model_uid_to_worker_shards,
-    )
+    return (supervisor._replica_model_uid_to_worker, supervisor._replica_model_uid_to_worker_shards)
 
 
 def workers(supervisor: Any) -> dict[str, Any]:

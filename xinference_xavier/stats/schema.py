@@ -29,6 +29,12 @@ def about(text: str) -> dict[str, str]:
     return {"description": text}
 
 
+def described(text: str, default: Any) -> Any:
+    """A dataclass field without a metric. `default` is a value or a factory."""
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata=about(text))
+
+
 NOT_SENT = {"exclude": True}
 """Metadata of a field that no answer has: OpenAPI leaves it out."""
 
@@ -74,8 +80,8 @@ class Histogram:
 
     bounds: ClassVar[tuple[float, ...]] = ()
 
-    counts: list[int] = field(default_factory=list, metadata=about("Observations in each bucket."))
-    sum: float = field(default=0.0, metadata=about("Sum of the observations."))
+    counts: list[int] = described("Observations in each bucket.", list)
+    sum: float = described("Sum of the observations.", 0.0)
 
     def __post_init__(self) -> None:
         if len(self.counts) != len(self.bounds) + 1:
@@ -157,20 +163,16 @@ class FetchStats:
 class Fetches:
     """How fetches from peers ended."""
 
-    started: int = field(default=0, metadata=about("Fetches that started."))
-    committed: int = field(default=0, metadata=about("Those that brought all rows."))
-    rolled_back: dict[str, int] = field(
-        default_factory=dict, metadata=about("Those that did not, by reason.")
-    )
+    started: int = described("Fetches that started.", 0)
+    committed: int = described("Those that brought all rows.", 0)
+    rolled_back: dict[str, int] = described("Those that did not, by reason.", dict)
 
 
 @dataclass
 class ReplicaFetches(Fetches):
     """`Fetches`, and what each transport did for them."""
 
-    by_transport: dict[str, FetchStats] = field(
-        default_factory=dict, metadata=about("Their durations and sizes.")
-    )
+    by_transport: dict[str, FetchStats] = described("Their durations and sizes.", dict)
     unreleased_grants: int = metric(
         "unreleased_grants_total",
         "Grants that the replica could not release because the donor did not answer.",
@@ -306,27 +308,24 @@ class Counters:
             "prompt_tokens_total", "Prompt tokens by the source of their KV cache.", label="source"
         ),
     )
-    first_tokens: FirstTokens = field(
-        default_factory=FirstTokens,
-        metadata=about("The times that people waited, by the source of most of the prompt."),
+    first_tokens: FirstTokens = described(
+        "The times that people waited, by the source of most of the prompt.", FirstTokens
     )
     requests: int = metric("requests_total", "Finished requests.")
     seconds_saved: float = metric(
         "saved_seconds",
         "Time that computing the tokens from pool, disk and peers would take at measured speed.",
     )
-    bytes_received: int = field(default=0, metadata=about("Bytes of chunks from peers."))
-    bytes_sent: int = field(
-        default=0, metadata=about("Bytes of chunks to peers; a heartbeat lacks them.")
-    )
-    fetches: Fetches = field(default_factory=Fetches, metadata=about("Fetches from peers."))
+    bytes_received: int = described("Bytes of chunks from peers.", 0)
+    bytes_sent: int = described("Bytes of chunks to peers; a heartbeat lacks them.", 0)
+    fetches: Fetches = described("Fetches from peers.", Fetches)
 
 
 @dataclass(kw_only=True)
 class Totals(Counters):
     """`Counters`, summed over all replicas."""
 
-    holdings: int = field(default=0, metadata=about("Chunks that they offer to peers."))
+    holdings: int = described("Chunks that they offer to peers.", 0)
 
 
 @dataclass
@@ -344,14 +343,11 @@ class WarmJoinStats:
 
 @dataclass
 class DiskStats:
-    folder: str = field(default="", metadata=about("The value of xavier_disk."))
-    state: str = field(
-        default="",
-        metadata=about("`closed`, `comparing`, `open` or `computed differently`; empty without."),
+    folder: str = described("The value of xavier_disk.", "")
+    state: str = described(
+        "`closed`, `comparing`, `open` or `computed differently`; empty without.", ""
     )
-    problem: str = field(
-        default="", metadata=about("The latest failure, until rows are saved again.")
-    )
+    problem: str = described("The latest failure, until rows are saved again.", "")
     limit_bytes: int = metric("disk_limit_bytes", "Most bytes that the disk's rows take.")
     rows: int = metric("disk_chunks", "Chunks that the replica can read from the disk.")
     written_bytes: int = metric("disk_written_bytes_total", "Bytes of chunks saved on the disk.")
@@ -362,16 +358,12 @@ class DiskStats:
 class ReplicaStats(Counters):
     """`Counters`, and what else a replica reports about itself."""
 
-    vllm: str | None = field(default=None, metadata=about("The version that it runs."))
-    vllm_untested: bool = field(
-        default=False, metadata=about("Whether it is newer than all that were tested.")
+    vllm: str | None = described("The version that it runs.", None)
+    vllm_untested: bool = described("Whether it is newer than all that were tested.", False)
+    from_environment: list[str] = described(
+        "The options whose values are the cluster's defaults.", list
     )
-    from_environment: list[str] = field(
-        default_factory=list, metadata=about("The options whose values are the cluster's defaults.")
-    )
-    not_sharing: str | None = field(
-        default=None, metadata=about("Why it cannot fetch from any peer.")
-    )
+    not_sharing: str | None = described("Why it cannot fetch from any peer.", None)
     prefill_tokens_per_s: float | None = metric(
         "prefill_tokens_per_second", "Measured speed of computing prompts.", default=None
     )
@@ -387,34 +379,20 @@ class ReplicaStats(Counters):
         "backlog_refused_total",
         "Stores, claims and fetches given up because the background thread was behind.",
     )
-    fetches: ReplicaFetches = field(
-        default_factory=ReplicaFetches, metadata=about("Fetches from peers.")
-    )
-    received_from: dict[str, int] = field(default_factory=dict, metadata=about("Bytes by donor."))
+    fetches: ReplicaFetches = described("Fetches from peers.", ReplicaFetches)
+    received_from: dict[str, int] = described("Bytes by donor.", dict)
     fetching: dict[str, int] = field(
         default_factory=dict,
         metadata=shown_as("fetching_chunks", "Chunks under way to the replica."),
     )
-    fetch_decisions: Decisions = field(
-        default_factory=Decisions, metadata=about("What it fetched or computed.")
-    )
-    waits: WaitCounts = field(
-        default_factory=WaitCounts, metadata=about("Waits for a peer's prefill.")
-    )
-    pool: PoolStats = field(default_factory=PoolStats, metadata=about("Its pool."))
-    grants: GrantStats = field(default_factory=GrantStats, metadata=about("Grants to peers."))
-    mirror: MirrorStats = field(
-        default_factory=MirrorStats, metadata=about("The chunks of its peers.")
-    )
-    comparison: ComparisonStats = field(
-        default_factory=ComparisonStats, metadata=about("Of its rows with those of peers.")
-    )
-    warm_join: WarmJoinStats = field(
-        default_factory=WarmJoinStats, metadata=about("What it fetched when it joined.")
-    )
-    disk: DiskStats = field(
-        default_factory=DiskStats, metadata=about("What is saved below its pool.")
-    )
+    fetch_decisions: Decisions = described("What it fetched or computed.", Decisions)
+    waits: WaitCounts = described("Waits for a peer's prefill.", WaitCounts)
+    pool: PoolStats = described("Its pool.", PoolStats)
+    grants: GrantStats = described("Grants to peers.", GrantStats)
+    mirror: MirrorStats = described("The chunks of its peers.", MirrorStats)
+    comparison: ComparisonStats = described("Of its rows with those of peers.", ComparisonStats)
+    warm_join: WarmJoinStats = described("What it fetched when it joined.", WarmJoinStats)
+    disk: DiskStats = described("What is saved below its pool.", DiskStats)
     hooks: HookStats = field(
         default_factory=HookStats,
         metadata=shown_as(
@@ -423,12 +401,8 @@ class ReplicaStats(Counters):
             label="reason",
         ),
     )
-    transport: str | None = field(
-        default=None, metadata=about("Of its rows; a heartbeat lacks it.")
-    )
-    transfer_pid: int | None = field(
-        default=None, metadata=about("Of its transfer process; a heartbeat lacks it.")
-    )
+    transport: str | None = described("Of its rows; a heartbeat lacks it.", None)
+    transfer_pid: int | None = described("Of its transfer process; a heartbeat lacks it.", None)
     transfer_restarts: int = metric(
         "transfer_restarts_total", "Restarts of the replica's transfer process."
     )
@@ -578,16 +552,12 @@ class ModelStatus:
     enabled: bool = field(metadata=about("The operator's switch."))
     replicas: tuple[ReplicaStatus, ...] = field(metadata=about("By name."))
     totals: Totals = field(metadata=about("Counters, summed over the replicas."))
-    tracker: TrackerStats = field(default_factory=TrackerStats, metadata=about("Of the tracker."))
-    routing: RoutingStats = field(
-        default_factory=RoutingStats, metadata=about("By the process that answered.")
+    tracker: TrackerStats = described("Of the tracker.", TrackerStats)
+    routing: RoutingStats = described("By the process that answered.", RoutingStats)
+    prefix_states: dict[str, int] = described(
+        "How many named prefixes are in each of `PREFIX_STATES`.", dict
     )
-    prefix_states: dict[str, int] = field(
-        default_factory=dict,
-        metadata=about("How many named prefixes are in each of `PREFIX_STATES`."),
-    )
-    prefix_file_failures: int = field(
-        default=0,
-        metadata=about("How often the file of all models' names could not be read or written."),
+    prefix_file_failures: int = described(
+        "How often the file of all models' names could not be read or written.", 0
     )
     raw: dict[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)

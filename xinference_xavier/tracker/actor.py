@@ -38,6 +38,7 @@ from xinference_xavier.protocol.load import (
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
+    MAX_WEIGHTS_VERSION,
     PROTOCOL_VERSION,
     JoinReply,
     Member,
@@ -52,7 +53,6 @@ from xinference_xavier.protocol.tracker import (
     check_stats,
     check_switch,
     check_version,
-    check_weights_version,
     without_rank,
 )
 from xinference_xavier.runtime.host import process_info
@@ -403,7 +403,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
         """Tell every replica which version its weights are; see `fanout.set_weights_version`."""
-        check_weights_version(version)
+        check_identifier("weights_version", version, MAX_WEIGHTS_VERSION)
         members = self._namespaces.members_and_moving()
         return await fanout.set_weights_version(members, version)
 

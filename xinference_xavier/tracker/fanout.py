@@ -158,7 +158,6 @@ async def _status(
     namespace: Namespace, name_of: Callable[[str], str], draining: Collection[str], now: float
 ) -> dict[str, Any]:
     index = namespace.index
-    keys, revision = index.distinct_keys(), index.revision
     replicas: list[dict[str, Any]] = [
         {
             **lease.member._asdict(),
@@ -177,7 +176,7 @@ async def _status(
         if isinstance(stats, Exception):
             stats = {**namespace.stats.get(incarnation, {}), "stale": True}
         replica["stats"] = stats
-    return {"revision": revision, "keys": keys, "replicas": replicas}
+    return {"replicas": replicas}
 
 
 async def _call_all(

@@ -188,9 +188,6 @@ class Index:
         lease = self._leases.get(incarnation)
         return 0 if lease is None else lease.sequence
 
-    def distinct_keys(self) -> int:
-        return len(set[bytes]().union(*(lease.keys for lease in self._leases.values())))
-
     def leases(self) -> list[Lease]:
         return list(self._leases.values())
 

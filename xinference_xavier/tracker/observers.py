@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from xinference_xavier.protocol.load import Load, Observation, ReplicaLoad, ScheduledPrompt
 from xinference_xavier.tracker.namespaces import Namespaces, WatcherBatcher
@@ -19,19 +19,6 @@ MAX_REMEMBERED = 2000
 """Prompts, and incarnations that have left."""
 MAX_PROMPT_BYTES = 16 << 20
 """Most bytes of the remembered prompts' keys."""
-
-
-_T = TypeVar("_T")
-
-
-class News(NamedTuple):
-    """See `Observation`."""
-
-    version: int
-    complete: bool
-    loads: tuple[ReplicaLoad, ...]
-    gone: tuple[str, ...]
-    prompts: tuple[ScheduledPrompt, ...]
 
 
 class _Reported(NamedTuple):
@@ -81,8 +68,9 @@ class Loads:
             self.version += 1
             self._gone.append((self.version, incarnation))
 
-    def since(self, seen: int, name_of: Callable[[str], str], now: float) -> News:
-        """What is newer than version `seen`; everything if what left since then is forgotten."""
+    def since(self, seen: int, name_of: Callable[[str], str], now: float) -> Observation:
+        """What is newer than version `seen`; everything if what left since then is forgotten. The
+        index is left out."""
         oldest = self._gone[0][0] if len(self._gone) == MAX_REMEMBERED else self._first
         complete = not oldest <= seen <= self.version
         seen = 0 if complete else seen
@@ -101,7 +89,8 @@ class Loads:
         prompts = [
             each for _, each in takewhile(lambda item: item[0] > seen, reversed(self._prompts))
         ]
-        return News(
+        return Observation(
+            None,
             self.version,
             complete,
             tuple(reversed(loads)),
@@ -178,7 +167,8 @@ class Observers:
             self._listened = self._clock()
         found = self._namespaces.largest()
         update = None if found is None else found.index.changes_since(epoch, revision, _ROUTER)
-        return Observation(update, *self.loads.since(version, self._name_of, self._clock()))
+        news = self.loads.since(version, self._name_of, self._clock())
+        return news._replace(update=update)
 
     def _has_news(self, epoch: str, revision: int, version: int) -> bool:
         if self._ended:

@@ -19,7 +19,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
 from typing import Any
 
 import xoscar
@@ -30,7 +29,7 @@ from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Endpoint
 from xinference_xavier.runtime.host import GRACE, await_end
 from xinference_xavier.runtime.net import listen
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.transfer.links import LinkContext, LinkStats, Receiver, Sender
+from xinference_xavier.transfer.links import LinkContext, Receiver, Sender
 from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.selection import TransportSelector
 
@@ -46,7 +45,6 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             startup.incarnation,
             region,
             selector,
-            {name: LinkStats() for name in selector.names},
             RateLimitedLog(logger),
         )
         self._receiver = Receiver(self._context)
@@ -66,15 +64,11 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         """`transport` names the transports with open links; all transports if there is no link."""
         linked_to = self._receiver.linked_to()
         links = [*linked_to.values(), *self._sender.transports()]
-        stats = self._context.stats
-        for name, of_transport in stats.items():
-            of_transport.links = links.count(name)
-        used = [name for name, of_transport in stats.items() if of_transport.links]
+        names = self._context.selector.names
         return {
-            "transport": ", ".join(used or stats),
-            "bytes_sent": sum(of_transport.bytes_sent for of_transport in stats.values()),
+            "transport": ", ".join([name for name in names if name in links] or names),
+            "bytes_sent": self._context.bytes_sent,
             "links": len(links),
-            "transports": {name: asdict(of_transport) for name, of_transport in stats.items()},
             "linked_to": linked_to,
             "obstacles": self._receiver.obstacles(),
             "fallbacks": self._context.selector.fallbacks,

@@ -43,25 +43,15 @@ MAX_LINKS = 256  # per direction
 
 
 @dataclass
-class LinkStats:
-    """Totals of one transport."""
-
-    links: int = 0  # open now
-    fetches: int = 0  # as the consumer, that received rows
-    bytes_received: int = 0
-    bytes_sent: int = 0
-
-
-@dataclass
 class LinkContext:
     """The replica that the links belong to. `secret` is None until it has joined a tracker."""
 
     incarnation: str
     region: Region
     selector: TransportSelector
-    stats: dict[str, LinkStats]  # by transport
     log: RateLimitedLog
     secret: bytes | None = None
+    bytes_sent: int = 0
     # For everything that blocks, except for closing. Each link has one blocked call at a time.
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2 * MAX_LINKS, "xavier-link")
@@ -183,7 +173,7 @@ class Sender:
             raise
         finally:
             self._busy.discard(link_id)
-        self._context.stats[accepted.transport].bytes_sent += len(ticket.slots) * row_bytes
+        self._context.bytes_sent += len(ticket.slots) * row_bytes
 
     async def _make_room(self) -> None:
         """Close idle links, least recently used first, until one more fits."""
@@ -287,10 +277,6 @@ class Receiver:
                 lock.release()
             else:
                 spawn(self._end_batch(order.donor, lock, serving))
-        if progress.verified and progress.transport is not None:
-            stats = self._context.stats[progress.transport]
-            stats.fetches += 1
-            stats.bytes_received += progress.verified * self._context.region.row_bytes
         return PullResult(progress.verified, reason, progress.transport)
 
     async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:

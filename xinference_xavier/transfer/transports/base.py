@@ -26,9 +26,9 @@ Check = Callable[[int], None]  # raises LinkError if the slot does not hold the 
 
 
 class Link(ABC):
-    """Carries rows of one donor to one consumer. Deadlines are `time.monotonic()` seconds."""
+    """Carries rows of one donor to one consumer. Deadlines are `time.monotonic()` seconds. Each
+    end has `receive` or `send`."""
 
-    @abstractmethod
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
@@ -38,11 +38,12 @@ class Link(ABC):
         Raises:
             LinkError: the peer failed, the deadline passed, or `check` raised it.
         """
+        raise LinkError("a donor cannot receive")
 
-    @abstractmethod
     def send(self, slots: Sequence[int], deadline: float) -> None:
         """Send the rows in `slots`, in order; returns once they have left our memory. Raises
         LinkError: the peer failed, or the deadline passed."""
+        raise LinkError("a consumer cannot send")
 
     @abstractmethod
     def close(self) -> None:

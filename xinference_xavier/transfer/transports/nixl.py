@@ -465,9 +465,6 @@ class ConsumerLink(Link):
                 while self._is_reading(read.handle):
                     time.sleep(_POLL_SECONDS)
 
-    def send(self, slots: Sequence[int], deadline: float) -> None:
-        raise LinkError("a consumer cannot send")
-
     def close(self) -> None:
         with self._beginning:
             closed, self._closed = self._closed, True
@@ -481,11 +478,6 @@ class DonorLink(Link):
         self._agent = agent
         self._tag = tag
         self._batches = 0
-
-    def receive(
-        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
-    ) -> Iterator[int]:
-        raise LinkError("a donor cannot receive")
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         """The consumer reads them."""

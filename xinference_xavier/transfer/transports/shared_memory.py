@@ -268,9 +268,6 @@ class ConsumerLink(Link):
         if len(batch.copied) < len(slots):
             raise LinkError(_CLOSED)
 
-    def send(self, slots: Sequence[int], deadline: float) -> None:
-        raise LinkError("a consumer cannot send")
-
     def close(self) -> None:
         self._closing = True
         batch = self._batch
@@ -285,11 +282,6 @@ class ConsumerLink(Link):
 
 class DonorLink(Link):
     """Has nothing to do: the consumer copies the rows itself."""
-
-    def receive(
-        self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
-    ) -> Iterator[int]:
-        raise LinkError("a donor cannot receive")
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
         """The consumer copies them."""
