@@ -250,6 +250,22 @@ class TestRequests:
         stored = {row.key for row in vllm.tier.stored_rows}
         assert stored == {salted(key, own) for key in chunks("prompt", 4)}
 
+    def test_files_that_change_between_a_lookup_and_its_load_change_nothing_for_it(
+        self, vllm: Scheduling, tmp_path: Path
+    ) -> None:
+        """The load gets the rows that the lookup found; what is computed then is not stored."""
+        lora = request(adapter(tmp_path / "a"))
+        self.run(vllm, "first", lora)
+        vllm.tier.forget()
+        keys = chunks("prompt", 4)
+        asking = vllm.arrive("second", [*keys, *chunks("answer", 1)])
+        vllm.manager.begin_lookups("second", 0, lora_request=lora)
+        assert prefix_scan(vllm.manager.lookup, keys, asking.context) == 4
+        adapter(tmp_path / "a", "other weights")
+        vllm.manager.adapters.look(lora)
+        assert len(vllm.schedule(asking, 4)) == 4
+        assert vllm.begin_store(asking, chunks("answer", 1)) == []
+
     def test_two_that_store_the_same_prompt_at_once(self, vllm: Scheduling, tmp_path: Path) -> None:
         """vLLM's keys do not tell two contents of one path apart."""
         keys = chunks("prompt", 2)

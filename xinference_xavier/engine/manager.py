@@ -213,6 +213,7 @@ class XavierManager(OffloadingManager):
             self._all_share = False
             if request.adapter is None:
                 request.adapter = self.adapters.look(lora_request)
+                request.see_adapter()
             else:
                 self.adapters.look_again(lora_request)
 
@@ -324,6 +325,7 @@ class XavierManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         request = _of(req_context)
+        request.see_adapter()
         if not request.stores:
             return _nothing_to_store()
         if request.probe is not None:  # the others would only evict something

@@ -79,6 +79,7 @@ class Request:
     excluded: bool = False  # neither stores nor loads anything
     stale: bool = False  # vLLM may have computed its blocks with other weights
     adapter: Look | None = None
+    digest: bytes | None = None  # of the adapter, as last seen; its files may change at any time
     probe: Probe | None = None  # that it computes
     claim_asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
@@ -95,8 +96,7 @@ class Request:
     @property
     def shares(self) -> bool:
         """Whether its rows are stored and loaded. False while its adapter's content is unknown."""
-        known = self.adapter is None or self.adapter.digest is not None
-        return known and not self.excluded
+        return (self.adapter is None or self.digest is not None) and not self.excluded
 
     @property
     def stores(self) -> bool:
@@ -104,17 +104,20 @@ class Request:
         replaced = self.adapter is not None and self.adapter.replaces
         return self.shares and not (self.stale or (replaced and self.reuses))
 
+    def see_adapter(self) -> None:
+        """Go by what is known of the adapter now. What a pass has found is loaded under the same
+        keys."""
+        self.digest = None if self.adapter is None else self.adapter.digest
+
     def row_key(self, key: bytes) -> bytes:
         """The pool's key for vLLM's `key`. Call it only if the request `shares`."""
-        digest = None if self.adapter is None else self.adapter.digest
-        return key if digest is None else salted(key, digest)
+        return key if self.digest is None else salted(key, self.digest)
 
     def name_rows(self, rows: Iterable[Row]) -> None:
         """Note vLLM's keys, where those of the pool are others."""
-        digest = None if self.adapter is None else self.adapter.digest
-        if digest is not None:
+        if self.digest is not None:
             for row in rows:
-                row.alias = salted(row.key, digest)  # its own inverse
+                row.alias = salted(row.key, self.digest)  # its own inverse
 
     def row_keys(self) -> list[bytes]:
         """The pool's keys of the request's chunks, group by group; empty before its lookups."""
@@ -159,6 +162,7 @@ class Request:
         self.prefix_tokens = prefix_tokens
         self.reuses, self.stale = reuses, reuses and stale
         self.counted.prompt = False
+        self.see_adapter()
         self._groups = None  # it may have more keys than at the last time
         self.looks_again()
 

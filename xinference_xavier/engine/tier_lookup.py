@@ -106,6 +106,8 @@ class TierLookup:
         """The answer while nobody has looked at the files of the request's adapter; None then."""
         look = request.adapter
         if look is None or look.too_late or look.ended.is_set():
+            if request.digest is None:
+                request.see_adapter()
             return None
         group = (request.req_id, key[GROUP])
         if group in self._deferred:
