@@ -119,13 +119,14 @@ class Scene:
         self.probes.stored(probe, rows, ends)
         return self.probes.work()
 
-    def load(self, *ends: int, origin: str | None = "peer") -> None:
+    def load(self, *ends: int, origin: str | None = "peer", prompt: int = 0) -> None:
+        """`prompt` is its number of tokens, by default one more than its chunks have."""
         rows, by_key = self.rows(*ends)
         for row in rows:
             row.origin = origin
             self.pool.commit(row, pins=1)  # for the request
         assert self.probes.wants_audit()
-        self.probes.loaded(range(max(ends)), rows, by_key)
+        self.probes.loaded(range(prompt or max(ends) + 1), rows, by_key)
         self.pool.unpin(rows)
 
     def after_canaries(self) -> Scene:
@@ -287,6 +288,18 @@ class TestAudit:
             scene.clock.now += AUDIT_INTERVAL
         assert found == [1, 2, 1]
 
+    def test_the_token_behind_the_chunk_is_the_prompts_own(self, scene: Scene) -> None:
+        """A drafter's row depends on it."""
+        scene.load(CHUNK, prompt=2 * CHUNK)
+        assert [*scene.next().tokens] == [*range(CHUNK + 1)]
+
+    @pytest.mark.parametrize("prompt", [2 * CHUNK, 3 * CHUNK])
+    def test_chunks_with_answered_tokens_are_not_audited(self, prompt: int) -> None:
+        """A request that was preempted loads what it has answered, too."""
+        scene = Scene().audits_next(deep=True)
+        scene.load(CHUNK, 3 * CHUNK, prompt=prompt)
+        assert scene.next().ends == {CHUNK}
+
     def test_at_most_one_a_minute(self, scene: Scene) -> None:
         scene.load(CHUNK)
         scene.compute(scene.next())
@@ -405,10 +418,10 @@ class TestRequest:
         request = vllm.ask(3)
         assert vllm.scan(request) == 3
         vllm.manager.prepare_load(request.keys, request.context)
-        tokens = list(range(3 * CHUNK))
-        vllm.manager.count_prompt("r", 3 * CHUNK, 3 * CHUNK, tokens)
+        tokens = list(range(3 * CHUNK + 1))
+        vllm.manager.count_prompt("r", len(tokens), 3 * CHUNK, tokens)
         assert scene.next().ends == {CHUNK, 3 * CHUNK}
-        assert scene.queued.asked[-1][0][:-1] == tokens
+        assert scene.queued.asked[-1][0] == tokens
 
 
 class Core:

@@ -297,12 +297,13 @@ class Probes:
         return self._audits and self._clock() >= self._next_candidate
 
     def loaded(self, tokens: Sequence[int], rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
-        """A request loads `rows` for its `tokens`; `ends` says where its chunks end, by their keys
-        without the group. The first one is compared, and every other time one at any depth."""
+        """A request loads `rows` for its prompt's `tokens`, and perhaps for answered ones; `ends`
+        says where its chunks end, by their keys without the group. The first one is compared, and
+        every other time one at any depth."""
         found: dict[int, list[Row]] = {}
         for row in rows:
             end = ends.get(row.key[: GROUP.start])
-            if end is not None and end < self._max_tokens:
+            if end is not None and end < min(self._max_tokens, len(tokens)):
                 found.setdefault(end, []).append(row)
         if not found:
             return
@@ -315,8 +316,9 @@ class Probes:
             if pinned:
                 audit[end] = _Loaded(pinned)
         if audit:
-            prompt = list(tokens[:last])
-            self._loaded.append(Probe([*prompt, prompt[0]], frozenset(audit), self._epoch, audit))
+            # A drafter's row depends on the token behind it, too.
+            prompt = list(tokens[: last + 1])
+            self._loaded.append(Probe(prompt, frozenset(audit), self._epoch, audit))
 
     def stored(self, probe: Probe, rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
         """These rows of a probe are complete. They are in quarantine until they are sampled."""
