@@ -23,7 +23,7 @@ from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica import disk as module
 from xinference_xavier.replica.canary import Difference, Sketch
-from xinference_xavier.replica.disk import Disk, DiskState
+from xinference_xavier.replica.disk import READERS, Disk, DiskState
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -525,11 +525,12 @@ async def test_rows_are_not_free_while_they_are_read_though_sharing_has_ended(
 
 
 async def hanging(
-    replica: Life, monkeypatch: pytest.MonkeyPatch
+    replica: Life, monkeypatch: pytest.MonkeyPatch, count: int = 2
 ) -> tuple[list[bytes], threading.Event]:
     """Chunks that only the disk has, and an event until which it does not answer."""
-    keys = fresh_keys(2)
+    keys = fresh_keys(count)
     await replica.save(keys)
+    await replica.until(lambda: replica.pool.counts().pinned == 0)
     replica.pool.reset()
     answers, read = threading.Event(), Store.read
 
@@ -539,6 +540,25 @@ async def hanging(
 
     monkeypatch.setattr(Store, "read", hang)
     return keys, answers
+
+
+async def test_nothing_more_is_asked_of_a_disk_while_many_rows_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot be used otherwise. But one fetch may be of any length."""
+    async with life(tmp_path) as replica:
+        keys, answers = await hanging(replica, monkeypatch, 12)
+        first, second = (
+            PeerFetch(DISK, replica.pool.reserve(some).rows, time.monotonic() + NEVER)
+            for some in (keys[:10], keys[10:])
+        )
+        fetching = replica.fetcher.start(first)
+        await replica.until(lambda: replica.disk._readers.waiting == 10 - READERS)
+        await replica.fetcher.start(second)
+        assert (second.state, second.reason) == (FetchState.ROLLED_BACK, "busy")
+        answers.set()
+        await fetching
+        assert first.state is FetchState.COMMITTED
 
 
 async def test_a_disk_that_fails_to_read_is_said_and_counted(

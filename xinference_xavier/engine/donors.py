@@ -117,13 +117,14 @@ class DonorSelection:
 
     def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:
         """Fetch a chunk from a peer that has been left out for long enough."""
-        for donor in self._cost_model.left_out(now):
-            holder = self._tier.set_of((donor,))
-            for _, keys in groups:
-                # A failure costs the pool this chunk, so take the last one.
-                for key in reversed(keys):
-                    if self._tier.holders(key) & holder and not self._pool.holds(key):
-                        return FetchPlan([donor], [key], None, is_probe=True)
+        left_out = self._tier.set_of(self._cost_model.left_out(now))
+        if not left_out:
+            return None
+        for _, keys in groups:
+            for key in reversed(keys):  # a failure costs the pool this chunk, so take the last one
+                donors = self._tier.holders(key) & left_out
+                if donors and not self._pool.holds(key):
+                    return FetchPlan(self._tier.sources(donors)[:1], [key], None, is_probe=True)
         return None
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:

@@ -210,8 +210,9 @@ class Canary:
     def _common_chunk(self, peer: str) -> bytes | None:
         """A chunk to compare: of a peer that is trusted already, only a canary's."""
         if peer in self._trusted:
-            done = self._tried | self._compared
-            return next((key for key in self._probes if (peer, key) not in done), None)
+            done = self._tried, self._compared
+            new = (key for key in self._probes if not any((peer, key) in each for each in done))
+            return next(new, None)
         bit = self._mirror.sets.set_of((peer,))
         published = (key for key in reversed(self._own) if self._mirror.pool_set(key) & bit)
         keys = itertools.chain(self._probes, published)

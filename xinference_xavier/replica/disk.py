@@ -59,7 +59,7 @@ REMEMBERED = 4
 """Chunks that were used once, for each row of the pool."""
 MAX_OFFERED = 100_000
 """Chunks that peers are told of: the tracker lists so many for each replica, beside its pool's."""
-_MAX_WAITING = 1024  # rows to be read
+_MAX_WAITING = 1024  # rows to be read before more are refused
 _SHARE = 10  # the file system is so many times as large as the store, by default
 
 
@@ -112,6 +112,8 @@ class Disk:
         self._news = asyncio.Event()
         self._thread = DaemonThreads(1, "xavier-disk")
         self._readers = DaemonThreads(READERS, "xavier-disk-read")
+        # While the disk hangs, the rows that wait cannot be used otherwise.
+        self._max_waiting = min(_MAX_WAITING, pool.slots // 8)
         self._log = RateLimitedLog(logger)
 
     # -- told by the replica --------------------------------------------------------------------
@@ -220,7 +222,7 @@ class Disk:
         store = self._store
         if store is None or not places:
             return PullResult(0, _NOT_HELD, DISK)
-        if self._readers.waiting + len(places) > _MAX_WAITING:
+        if self._readers.waiting > self._max_waiting:
             return PullResult(0, "busy", DISK)
         loop = asyncio.get_running_loop()
         reading = asyncio.gather(

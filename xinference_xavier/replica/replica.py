@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -166,7 +165,6 @@ class Replica:
         self.canary = Canary(
             incarnation, engine.sketch, self.mirror, self._namespace, self._differs
         )
-        publish = partial(self._client.publisher.enqueue, held=True)
         self._fetcher = Fetcher(
             incarnation=incarnation,
             pool=self._pool,
@@ -176,7 +174,7 @@ class Replica:
             mirror=self.mirror,
             canary=self.canary,
             disk=self._disk,
-            arrived=lambda rows: publish([row.key for row in rows]),
+            arrived=self._publish,
             rolled_back=self._events.rolled_back,
         )
         self._disk_reads = asyncio.Lock()  # those for peers
@@ -261,6 +259,10 @@ class Replica:
         scope.undo(self._end, background)
         self.tier.open(self._background)
         return background
+
+    def _publish(self, rows: Iterable[Row]) -> None:
+        self._background.withdraw_evicted()  # first: one of them may have come back
+        self._client.publisher.enqueue([row.key for row in rows], held=True)
 
     def _take_finished(self) -> list[Sequence[bytes]]:
         finished = [*self._engine.take_finished()]

@@ -35,6 +35,7 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import (
+    MAX_PACKED_BYTES,
     MAX_REPORTED,
     NotMemberError,
     Outcome,
@@ -113,8 +114,9 @@ class Publisher:
     async def send_holdings(self, call: Call) -> None:
         # The holdings include everything queued so far.
         self._queue, self._replace_all = {}, False
-        keys = pack(self._holdings())
-        outcome = await self._send(call, "replace", keys)
+        keys = [*self._holdings()]
+        most = MAX_PACKED_BYTES // len(keys[0]) if keys else 0
+        outcome = await self._send(call, "replace", pack(keys[-most:]))
         if outcome is not Outcome.APPLIED:
             raise RuntimeError(
                 f"the tracker refused snapshot {self.last_sequence} of {self._incarnation!r} as "
