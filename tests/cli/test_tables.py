@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from xinference_xavier.cli.tables import explanation_table, findings_list, model_table, models_table
+from xinference_xavier.cli.tables import (
+    console,
+    explanation_table,
+    findings_list,
+    model_table,
+    models_table,
+)
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.answers import Explanation
 from xinference_xavier.stats.report import read
@@ -56,6 +62,11 @@ def model(
 def cells(text: str, name: str) -> list[str]:
     (line,) = (line for line in text.splitlines() if f"│ {name} " in line)
     return line.strip("│ ").split()[1:]
+
+
+def test_brackets_of_names_and_reasons_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print("[prod] system: unexpected [/INST]")
+    assert capsys.readouterr().out == "[prod] system: unexpected [/INST]\n"
 
 
 def test_each_replica_has_a_line_and_the_last_line_sums_them() -> None:

@@ -303,6 +303,24 @@ async def test_a_text_of_the_wrong_length_is_refused(kit: Kit, tokens: int, reas
     assert kit.names.of(MODEL) == []
 
 
+async def test_a_replica_that_is_lost_while_it_computes_blocks_no_other(kit: Kit) -> None:
+    """It never answers."""
+    asked = kit.cluster.ask
+
+    async def ask(model_uid: str, name: str, *rest: Any) -> None:
+        if name == "m-0":
+            kit.cluster.asked.set()
+            await asyncio.Event().wait()
+        await asked(model_uid, name, *rest)
+
+    kit.keeper._ask = ask
+    kit.cluster.replicas["m-1"].load = kit.cluster.replicas["m-2"].load = KnownLoad(9.0)
+    await kit.add()
+    await kit.until(lambda: kit.report()["state"] == "computing")
+    del kit.cluster.replicas["m-0"]
+    assert (await kit.kept())["replicas"].keys() <= {"m-1", "m-2"}
+
+
 async def test_firm_prefixes_have_a_budget(kit: Kit) -> None:
     hard = Terms(copies="all", retention="hard")
     for name in ("a", "b"):
@@ -314,6 +332,7 @@ async def test_firm_prefixes_have_a_budget(kit: Kit) -> None:
     await kit.kept("c")
     with pytest.raises(ValueError, match="but 0 are free"):
         await kit.keeper.change(kit.names.find(MODEL, "", "c"), hard)
+    await kit.add("a", hard)  # takes the former one's place
     changed = await kit.keeper.change(kit.names.find(MODEL, "", "a"), Terms())
     assert changed["retention"] == "soft"
     await kit.until(lambda: kit.cluster.replicas["m-0"].wanted != {})

@@ -90,10 +90,20 @@ def test_what_nobody_wants_is_not_kept(replica: Replica) -> None:
     replica.compute(A, b"abc")
     replica.kept.keep({A: True})
     assert replica.kept.keep({}).firm_chunks == 0
-    replica.now += 6.0
+    replica.now += 61.0
     replica.kept.collect()
     assert replica.kept.keep(None).prefixes == {}
     assert len(replica.pool.reserve(split(b"01234567")).rows) == SLOTS
+
+
+def test_a_keeper_may_be_silent_for_half_a_minute(replica: Replica) -> None:
+    """Its API process restarts, or another replica does not answer it."""
+    replica.kept.keep({A: True})
+    replica.compute(A, b"abc")
+    assert replica.kept.keep({A: True}).firm_chunks == 3
+    replica.now += 30.0
+    replica.kept.collect()
+    assert replica.kept.keep({A: True}).firm_chunks == 3
 
 
 def test_what_one_keeper_does_not_know_yet_is_not_dropped_for_another(replica: Replica) -> None:

@@ -22,6 +22,7 @@ from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
+from xinference_xavier.events import load_hook
 from xinference_xavier.options import PARSERS
 from xinference_xavier.stats.answers import EventRecord
 
@@ -133,9 +134,7 @@ def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_j
 
     vLLM's own prefix cache may add to that; its content is not known here.
     """
-    asked = question(prompt_file, chat)
-    asked.pop("tools", None)
-    answer = client.explain(model, **asked)
+    answer = client.explain(model, **question(prompt_file, chat))
     if as_json:
         click.echo(json.dumps(answer.raw, indent=2))
         return
@@ -257,6 +256,8 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
     try:
         standalone.endpoint(address)
         hooks = parse_options({"xavier_hooks": xavier_hooks}).get("hooks")
+        if hooks is not None:
+            load_hook(hooks)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 

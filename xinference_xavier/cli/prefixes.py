@@ -82,7 +82,8 @@ def _wait(
     client: XavierClient, model: str, added: NamedPrefix, cache_salt: str | None
 ) -> NamedPrefix:
     """Show a progress bar until the prefix is kept or has failed."""
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+    name = TextColumn("{task.description}", markup=False)
+    columns = name, BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     with Progress(*columns, console=tables.console(stderr=True), transient=True) as bar:
         task, latest = bar.add_task(added.name, total=1.0), added
         for latest in client.watch_prefix(model, added.name, cache_salt):

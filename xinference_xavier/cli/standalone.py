@@ -4,6 +4,7 @@ No one replaces a lost tracker: restart it at the same address, and the replicas
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,11 +23,14 @@ from xinference_xavier.runtime.addresses import (
 )
 from xinference_xavier.runtime.aio import UNREACHABLE as UNREACHABLE
 from xinference_xavier.runtime.aio import ask
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.validate import MAX_PORT, check_count
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.fanout import WEIGHTS_DEADLINE
 
-_WATCH, _CONNECT_DEADLINE = 30.0, 5.0  # seconds
+logger = logging.getLogger(__name__)
+
+_WATCH, _CONNECT_DEADLINE, _PAUSE = 30.0, 5.0, 1.0  # seconds
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
@@ -120,11 +124,15 @@ async def set_weights_version(model_uid: str, address: str, version: str) -> dic
 
 
 async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], object]) -> None:
-    last = 0
+    last, log = 0, RateLimitedLog(logger)
     while True:
-        for number, event in await tracker.wait_events(last, _WATCH):
-            last = number
-            on_event(event)
+        try:
+            for number, event in await tracker.wait_events(last, _WATCH):
+                last = number
+                on_event(event)
+        except Exception as error:  # the disk of the output may be full for a moment
+            log.warn("events", "events are not printed: error=%r", error)
+            await asyncio.sleep(_PAUSE)
 
 
 def endpoint(address: str) -> tuple[str, int]:

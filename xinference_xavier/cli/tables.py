@@ -30,7 +30,7 @@ _WIDTH = 64  # of a prompt's picture; a character stands for one chunk or severa
 
 
 def console(stderr: bool = False) -> Console:
-    out = Console(stderr=stderr)
+    out = Console(stderr=stderr, markup=False)  # names and reasons may have brackets
     if not out.is_terminal:
         out.width = 200  # wide tables for pipes and files
     return out
@@ -74,8 +74,8 @@ def model_table(model: ModelStatus) -> RenderableType:
         table.add_row("all", *_counters(totals), "", str(totals.holdings), style="bold")
     lines = [Text(line) for line in (*_first_tokens(model.totals), *_routing(model.routing))]
     lines += [Text(line, style="yellow") for line in _remarks(model)]
-    state = "[green]on[/]" if model.enabled else "[red]off[/]"
-    title = f"[bold]{model.model_uid}[/], sharing {state}"
+    state = ("on", "green") if model.enabled else ("off", "red")
+    title = Text.assemble((model.model_uid, "bold"), ", sharing ", state)
     return Panel(Group(table, *lines), title=title, title_align="left", expand=False)
 
 

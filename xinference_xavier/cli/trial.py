@@ -149,7 +149,8 @@ def trial(client: XavierClient, model: str, tokens: int) -> None:
     For these seconds, routing is off for all requests, and sharing for one of the prompts. Exits
     with 0 if it helps, 1 if it does not, 2 if that could not be tried.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # put all back first
+    for each in (signal.SIGTERM, signal.SIGHUP):  # put all back first
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
     try:
         tested = Trial(client, model)
         with tested.in_turn():

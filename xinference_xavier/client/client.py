@@ -97,13 +97,19 @@ class XavierClient:
         return self._send("POST", _path(model_uid, "/flush"), _model)
 
     def explain(
-        self, model_uid: str, prompt: str | None = None, *, messages: Messages | None = None
+        self,
+        model_uid: str,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        tools: Messages | None = None,
     ) -> Explanation:
         """Where the chunks of a prompt or a chat are, what a request for it would reuse, and how
         soon each replica would answer it."""
         if (prompt is None) == (messages is None):
             raise ValueError("give either a prompt or messages")
-        question = {"prompt": prompt} if messages is None else {"messages": list(messages)}
+        fields = {"prompt": prompt, "messages": messages, "tools": tools}
+        question = {name: value for name, value in fields.items() if value is not None}
         path = _path(model_uid, "/explain")
         return self._send("POST", path, Explanation.of, question, _LONG_TIMEOUT)
 

@@ -67,6 +67,8 @@ class _Making:
     requests: int = 0
     computing: str = ""
     """The replica that computes it."""
+    task: asyncio.Future[None] | None = None
+    """That asks it to."""
     failure: str = ""
     failures: int = 0
     """Consecutive ones."""
@@ -139,7 +141,8 @@ class Keeper:
         """Return when it is clear that the prefix can be kept. Raises ValueError, and
         what the tracker raises."""
         chunks = await self._check_size(model_uid, new)
-        await self._check_budget(model_uid, chunks, new.terms)
+        replaced = self._names.named(model_uid, new.tenant, new.name)
+        await self._check_budget(model_uid, chunks, new.terms, replaced)
         prefix = await self._names.add(model_uid, new)
         model = self._models.setdefault(model_uid, _Model())
         model.making[prefix.id] = _Making(chunks)
@@ -151,9 +154,8 @@ class Keeper:
         model = self._models.get(prefix.model_uid, _Model())
         at = _at(model, prefix.id)
         chunks = max((kept.chunks for kept in at.values()), default=0)
-        held = {name for name, kept in at.items() if kept.firm}
         if (terms.retention, terms.copies) != (prefix.terms.retention, prefix.terms.copies):
-            await self._check_budget(prefix.model_uid, chunks, terms, held)
+            await self._check_budget(prefix.model_uid, chunks, terms, prefix)
         return self.report(await self._names.change(prefix, terms))
 
     async def _check_size(self, model_uid: str, new: NewPrefix) -> int:
@@ -179,14 +181,16 @@ class Keeper:
         return explained
 
     async def _check_budget(
-        self, model_uid: str, chunks: int, terms: Terms, held: Collection[str] = ()
+        self, model_uid: str, chunks: int, terms: Terms, replaced: Prefix | None
     ) -> None:
-        """The replicas that have `held` it firmly have room for it."""
+        """Where `replaced` is kept firmly, there is room for as much."""
         if terms.retention != "hard":
             return
+        at = {} if replaced is None else _at(self._models.get(model_uid, _Model()), replaced.id)
+        freed = {name: kept.chunks for name, kept in at.items() if kept.firm}
         kept = await self._call(model_uid, "keep_prefixes", None)
         free = [
-            each.budget_chunks - each.firm_chunks + chunks * (name in held)
+            each.budget_chunks - each.firm_chunks + freed.get(name, 0)
             for name, each in kept.items()
         ] or [0]
         most = min(free) if terms.copies == "all" else max(free)
@@ -251,6 +255,9 @@ class Keeper:
         # At first only learn which replicas there are, and what they keep.
         wanted = await self._wanted(model_uid, model, prefixes) if model.kept else None
         model.kept = await self._call(model_uid, "keep_prefixes", wanted)
+        for each in model.making.values():
+            if each.task is not None and each.computing not in model.kept:
+                each.task.cancel()  # a lost replica never answers
         if not prefixes:
             model.kept = {}
         await self._count(model, prefixes)
@@ -317,7 +324,7 @@ class Keeper:
             making = model.making[prefix.id]
             making.computing = replica
             making.requests += 1
-            spawn(self._compute(prefix, making))
+            making.task = spawn(self._compute(prefix, making))
 
     def _missing(self, model: _Model, prefix: Prefix) -> list[str]:
         """The replicas that should hold it and do not hold all of it."""
@@ -344,10 +351,11 @@ class Keeper:
             self._log.warn(
                 prefix.id, "cannot compute a prefix: name=%s error=%r", prefix.name, error
             )
-        tried = making.tries.setdefault(making.computing, _Try())
-        tried.not_before = self._clock() + tried.backoff
-        tried.backoff = min(_MAX_BACKOFF, 2 * tried.backoff)
-        making.computing = ""
+        finally:
+            tried = making.tries.setdefault(making.computing, _Try())
+            tried.not_before = self._clock() + tried.backoff
+            tried.backoff = min(_MAX_BACKOFF, 2 * tried.backoff)
+            making.computing, making.task = "", None
 
 
 def _state(model: _Model, prefix: Prefix, making: _Making, at: Mapping[str, KeptPrefix]) -> str:

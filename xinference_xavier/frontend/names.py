@@ -343,12 +343,15 @@ class Names:
         known = self._by_id.get(prefix.id)
         return known if known is not None and known.expires > self._clock() else None
 
+    def named(self, model_uid: str, tenant: str, name: str) -> Prefix | None:
+        prefix = self._by_model.get(model_uid, {}).get((tenant, name))
+        return prefix if prefix is not None and prefix.expires > self._clock() else None
+
     def find(self, model_uid: str, tenant: str, name: str) -> Prefix:
         """Raises PrefixNotFoundError, which lists similar names of the tenant."""
-        of_model = self._by_model.get(model_uid, {})
-        prefix = of_model.get((tenant, name))
-        if prefix is not None and prefix.expires > self._clock():
+        if (prefix := self.named(model_uid, tenant, name)) is not None:
             return prefix
+        of_model = self._by_model.get(model_uid, {})
         near: list[str] = []
         if len(name) <= _NEAR_LENGTH:
             names = (each for owner, each in of_model if owner == tenant and each != name)

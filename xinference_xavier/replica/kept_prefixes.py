@@ -23,8 +23,9 @@ from xinference_xavier.protocol.tracker import GROUP
 
 MAX_MARKS = 1000
 """Marked prompts. Those that were used last stay."""
-_SETTLING = 5.0
-"""Seconds for which a prefix stays that no keeper wants any more."""
+_SETTLING = 60.0
+"""Seconds for which a prefix stays that no keeper wants any more: a keeper is silent while its API
+process restarts, the tracker is replaced, or another replica does not answer."""
 
 
 class ComputedPrefix(NamedTuple):
