@@ -209,7 +209,7 @@ MUTATIONS = (
     ),
     Mutation(
         "frontend/keeper.py",
-        "await self._check_budget(model_uid, chunks, new.terms)",
+        "await self._check_budget(model_uid, chunks, new.terms, replaced)",
         "self._check_budget(model_uid, chunks, new.terms)",
         "a hard prefix for which no replica has room is accepted, and never kept",
         ("tests/frontend/test_keeper.py",),
