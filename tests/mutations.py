@@ -210,7 +210,7 @@ MUTATIONS = (
     Mutation(
         "frontend/keeper.py",
         "await self._check_budget(model_uid, chunks, new.terms, replaced)",
-        "self._check_budget(model_uid, chunks, new.terms)",
+        "self._check_budget(model_uid, chunks, new.terms, replaced)",
         "a hard prefix for which no replica has room is accepted, and never kept",
         ("tests/frontend/test_keeper.py",),
     ),
