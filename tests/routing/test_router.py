@@ -66,6 +66,18 @@ def test_a_new_session_goes_where_the_least_work_went_lately() -> None:
     assert late.send(prompt("new", 10), now=60.0).replica == first, "that is long ago"
 
 
+@pytest.mark.parametrize(("waits", "stays"), [(2.0, False), (60.0, True)])
+def test_where_many_wait_a_session_does_not_leave_its_prefix(waits: float, stays: bool) -> None:
+    """Computing it once more would delay each of those that come before the queue is empty."""
+    cluster = Cluster("a", "b")
+    first = cluster.send(prompt("chat"), now=0.0).replica
+    (other,) = {"a", "b"} - {first}
+    cluster.router.report(first, Report(1.0, 0, waits + 10.0, 20, RATES))
+    cluster.router.report(other, Report(1.0, 0, waits, 20, RATES))
+    again = cluster.send(prompt("chat", 11), now=1.0).replica
+    assert (again == first) == stays
+
+
 def test_the_next_turn_follows_the_first_before_it_is_computed(cluster: Cluster) -> None:
     first = cluster.send(prompt("chat", 10), now=0.0)
     again = cluster.send(prompt("chat", 12), now=0.9)

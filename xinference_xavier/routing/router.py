@@ -46,6 +46,8 @@ _LATELY = 10.0
 _SPREAD = 0.4
 """How much the work of the last seconds counts for a new prompt. More spreads sessions better and
 what takes longer than forecast worse."""
+_SPREAD_BY_WAITING = 0.1
+"""The same for each prompt that waits at a replica, if that is more."""
 _NEW = 0.3
 """The share of a new prompt's tokens that a replica may hold."""
 
@@ -225,6 +227,7 @@ class Router:
         self._cached = Expected(MAX_CACHED)
         self._threshold = threshold
         self._busy = 0.5  # share of the time in which a replica works
+        self._prompt_s = 0.0  # for which a prompt keeps a replica busy
         self._work = np.zeros(0)  # seconds of work that were sent lately, by number
         self._work_at = 0.0
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
@@ -244,14 +247,21 @@ class Router:
             found = with_prefill_replicas(self.loads, found, self._size, self._threshold)
         held = int(found.runs.max(initial=0)) * self._size.tokens
         is_new = not preferred and held < _NEW * prompt.tokens
+        waiting = self._waiting(found)
+        spread = max(_SPREAD, _SPREAD_BY_WAITING * waiting) if is_new else 0.0
         return choose(
             self.loads,
             found,
             self._source,
             preferred,
-            weight=work_weight(self._busy),
-            penalty=_SPREAD * self._lately(now) if is_new else 0.0,
+            weight=work_weight(self._busy, waiting),
+            penalty=spread * self._lately(now),
         )
+
+    def _waiting(self, found: Forecast) -> float:
+        """How many prompts a replica has still to compute, on average."""
+        backlog = found.backlog[np.isfinite(found.backlog)]
+        return float(backlog.mean()) / self._prompt_s if backlog.size and self._prompt_s else 0.0
 
     def _lately(self, now: float) -> Floats:
         """The seconds of work that were sent to each replica lately."""
@@ -281,6 +291,7 @@ class Router:
         self._busy += _LATEST * (works - self._busy)
         self.in_flight.sent(request, choice.replica)
         seconds, worker = terms.fetch + terms.compute, choice.replica
+        self._prompt_s += (_LATEST if self._prompt_s else 1.0) * (seconds - self._prompt_s)
         if (prefill := choice.prefill) is not None:
             seconds, worker = 0.0, prefill.replica  # it keeps that one busy instead
             self._prefills[request] = prefill.replica
