@@ -1,7 +1,7 @@
 """The prefixes that a replica keeps in its pool, as the chunks that its engine made of them.
 
 Named ones are kept as long as a keeper wants them. Several keepers may: one API process takes the
-place of another. So a prefix stays for some seconds after the last message that wanted it, and what
+place of another. So a prefix stays for a minute after the last message that wanted it, and what
 one keeper does not know yet is not dropped for another. Marked prompts, which requests asked to
 keep, need no keeper: they expire.
 
