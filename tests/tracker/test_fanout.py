@@ -192,3 +192,22 @@ async def test_each_replica_is_told_what_to_keep_and_answers_what_it_keeps(track
         "model-c": Kept({}, 8, 4, 0),
     }
     assert (await tracker.keep_prefixes(None)).keys() == {"model-a", "model-c"}
+
+
+class Explaining(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        tokens = {"prompt_tokens": 8, "context_tokens": 64, "chunk_tokens": 4}
+        return {**tokens, "chunks": [], "reuse": {self.uid.decode(): {}}}
+
+
+async def test_the_replica_that_was_heard_from_last_explains(tracker: Any) -> None:
+    """One that hangs is still a member for a while, and would take the whole deadline."""
+    members = [Member(name, tracker.address) for name in ("a", "b", "c")]
+    for member in members:
+        uid = replica_uid(member.incarnation)
+        await xo.create_actor(Explaining, address=tracker.address, uid=uid)
+    await join(tracker, *members)
+    for latest in ("b", "a", "c"):
+        await tracker.heartbeat(NAMESPACE, latest, {})
+        answer = await tracker.explain({"prompt": "text"})
+        assert answer["reuse"].keys() == {replica_uid(latest)}

@@ -362,7 +362,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Where a prompt's chunks are and what a request would reuse; see `fanout.explain`."""
         check_question(question)
-        return await fanout.explain(self._namespaces.members(), question)
+        return await fanout.explain(self._namespaces, question)
 
     async def keep_prefixes(
         self, wanted: Mapping[str, Mapping[str, bool]] | None

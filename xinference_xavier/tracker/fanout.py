@@ -7,6 +7,7 @@ only its own answer.
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from xinference_xavier.errors import ExplainError
@@ -15,6 +16,7 @@ from xinference_xavier.protocol.prefixes import Kept, check_kept
 from xinference_xavier.protocol.tracker import Member, check_explanation, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask
+from xinference_xavier.tracker.index import Lease
 from xinference_xavier.tracker.namespaces import Namespace, Namespaces
 
 logger = logging.getLogger(__name__)
@@ -102,8 +104,8 @@ async def drain(members: Sequence[Member], stay: Sequence[str], seconds: float) 
     )
 
 
-async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) -> dict[str, Any]:
-    """Where a prompt's chunks are. Each group is a namespace; one member answers for all of it.
+async def explain(namespaces: Namespaces, question: dict[str, Any]) -> dict[str, Any]:
+    """Where a prompt's chunks are. One member answers for its whole namespace.
 
         {"prompt_tokens": …, "chunk_tokens": …,
          "chunks": [{"from": token, "to": token, "replicas": {incarnation: place}}, …],
@@ -113,7 +115,9 @@ async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) 
     A place is "pool", "disk" or "none". If namespaces cut a prompt into different chunks, `chunks`
     are those of the first that answered. Raises ExplainError if no replica can answer.
     """
-    answers = await asyncio.gather(*(_explain(members, question) for members in groups))
+    answers = await asyncio.gather(
+        *(_explain(namespace.index.leases(), question) for _, namespace in namespaces.items())
+    )
     good = [answer for answer in answers if isinstance(answer, dict)]
     if not good:
         reasons = [answer for answer in answers if isinstance(answer, str)]
@@ -127,10 +131,12 @@ async def explain(groups: Iterable[Sequence[Member]], question: dict[str, Any]) 
     return merged
 
 
-async def _explain(members: Sequence[Member], question: dict[str, Any]) -> dict[str, Any] | str:
-    """The first member's answer, or the reason why no member answered."""
+async def _explain(leases: Iterable[Lease], question: dict[str, Any]) -> dict[str, Any] | str:
+    """A member's answer, or the reason why none answered. The member heard from last is asked
+    first: one that hangs would take the whole deadline."""
     reason = "no replica has joined yet"
-    for member in members:
+    for lease in sorted(leases, key=attrgetter("expires"), reverse=True):
+        member = lease.member
         try:
             answer: dict[str, Any] = await _call(member, "explain", EXPLAIN_DEADLINE, question)
         except ExplainError as error:
