@@ -1,7 +1,7 @@
 """A manager with the adaptive policy fetches only what pays, from the donors that are fastest."""
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey
@@ -57,8 +57,8 @@ class Engine(Scheduling):
             self.manager.steps.end(self.clock())
 
     @property
-    def decisions(self) -> dict[str, float]:
-        return cast(dict[str, float], self.manager.stats()["fetch_decisions"])
+    def decisions(self) -> dict[str, Any]:
+        return cast(dict[str, Any], self.manager.stats()["fetch_decisions"])
 
 
 def test_chunks_that_are_faster_to_compute_are_computed() -> None:
@@ -70,6 +70,20 @@ def test_chunks_that_are_faster_to_compute_are_computed() -> None:
     assert vllm.decisions["computed"] == 1
     assert vllm.attempt(vllm.request(6)) is None
     assert (vllm.decisions["computed"], vllm.decisions["fetched"]) == (1, 6)
+
+
+def test_a_peer_that_has_left_is_no_longer_reported_as_left_out() -> None:
+    vllm = Engine()
+    for _ in range(2):
+        request = vllm.request(4)
+        vllm.attempt(request)
+        vllm.tier.fetches[-1].reason = "timeout"
+        vllm.tier.end(vllm.tier.fetches[-1], arrived=0)
+        vllm.attempt(request)
+        vllm.finish(request)
+    assert vllm.decisions["left_out"] == {"a": "timeout"}
+    vllm.tier.peers_hold(b=[])
+    assert vllm.decisions["left_out"] == {}
 
 
 def test_a_slow_disk_is_tried_once() -> None:
