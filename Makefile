@@ -117,7 +117,7 @@ $(VENV)/.docs: $(VENV)/.complete
 # What checks the web page's scripts, with the versions of package-lock.json.
 node_modules/.complete: package.json package-lock.json
 	@command -v npm >/dev/null || { echo "no npm found: install Node.js 20 or later"; exit 1; }
-	@npm ci --no-audit --no-fund --silent
+	@npm ci --no-audit --no-fund --loglevel=error
 	@touch $@
 
 lint: venv node_modules/.complete
