@@ -235,9 +235,14 @@ ARCHITECTURES = {
             "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,
             "mamba_d_state": 16, "mamba_chunk_size": 64,
         },
-        # On the CPU platform, vLLM itself fails if a step ends inside a block.
-        {"block_size": 128, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 64},
+        # On the CPU platform, vLLM itself fails if a step ends inside a block, and 0.31 has no
+        # kernel for float32 with AVX-512.
+        {
+            "dtype": "bfloat16", "block_size": 128, "max_num_batched_tokens": 128,
+            "num_gpu_blocks_override": 64,
+        },
         loads_all=False,
+        pool_bytes=7 << 19,
     ),
     "fp8_cache": Architecture(
         transformers.LlamaConfig,
