@@ -290,15 +290,16 @@ class Router:
         works = float((backlog[np.isfinite(backlog)] > 0.0).mean())
         self._busy += _LATEST * (works - self._busy)
         self.in_flight.sent(request, choice.replica)
+        work = float(choice.forecast.work[choice.number])
+        self._prompt_s += (_LATEST if self._prompt_s else 1.0) * (work - self._prompt_s)
         seconds, worker = terms.fetch + terms.compute, choice.replica
-        self._prompt_s += (_LATEST if self._prompt_s else 1.0) * (seconds - self._prompt_s)
         if (prefill := choice.prefill) is not None:
             seconds, worker = 0.0, prefill.replica  # it keeps that one busy instead
             self._prefills[request] = prefill.replica
             self.loads.sent(prefill.replica, request, prefill.seconds, prompt.tokens, now)
         self.loads.sent(choice.replica, request, seconds, prompt.tokens, now)
         if (number := self.loads.number(worker)) is not None:
-            self._lately(now)[number] += choice.forecast.work[choice.number]
+            self._lately(now)[number] += work
         missing = prompt.keys[int(choice.forecast.runs[choice.number]) :]
         self._expect(choice.number, missing, sum(terms), now)
 
