@@ -240,7 +240,8 @@ class TestReset:
             cluster.wait_for_pool(a, filling=CHUNKS)
             cluster.load(a, cluster.tuned)
             assert cluster.reset(a)
-            cluster.wait_for_pool(a, filling=0, quarantined=CHUNKS)
+            # The canary of the new weights may fill another row, behind the gate.
+            cluster.wait_for_pool(a, quarantined=CHUNKS)
         assert cluster.ask(a, asked, cluster.tuned).cached == 0
         assert cluster.ask(b, asked, cluster.original).cached == 0
         cluster.nothing_is_left()
