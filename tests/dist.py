@@ -61,8 +61,9 @@ def _lowest_requirements(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
-    # Those of the extra `rdma` bring torch.
-    requirements = [each for each in metadata.get_all("Requires-Dist", []) if "extra" not in each]
+    required = metadata.get_all("Requires-Dist", [])
+    # The lowest NIXL of the extra `rdma` brings torch.
+    requirements = [each for each in required if "extra ==" not in each]
     lowest = [re.sub(r"^([\w-]+).*>=([\d.]+).*", r"\1==\2", each) for each in requirements]
     assert all(map(re.compile(r"[\w-]+==[\d.]+").fullmatch, lowest)), requirements
     return lowest

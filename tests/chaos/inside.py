@@ -119,11 +119,12 @@ class Inside:
         self.replica._thread.loop.call_soon_threadsafe(self._write_figures)
 
     def _write_figures(self) -> None:
+        stats = self.scheduler.manager.stats()
         figures = vars(self.scheduler.figures) | {
             "died": self.scheduler.died,
             "in_flight": self.scheduler.in_flight,
-            "waits": self.scheduler.manager.stats()["waits"],
-            "left_out": self.scheduler.manager.cost_model.report()["left_out"],
+            "waits": stats["waits"],
+            "left_out": stats["fetch_decisions"]["left_out"],
             "computed": list(self.scheduler.computed),
             "lost_chunks": self.watch.lost,
             "wrong_bytes": self.worker.wrong_bytes,

@@ -277,7 +277,7 @@ class TestFailingPeer:
         assert peer.cost_model.left_out() == []
         self.fail(peer)
         assert peer.cost_model.left_out() == ["a"]
-        assert peer.cost_model.report()["left_out"] == {"a": "timeout"}
+        assert peer.cost_model.report(len)["left_out"] == {"a": "timeout"}
 
     def test_is_probed_after_pauses_that_double(self, peer: Peer) -> None:
         pauses = []
@@ -387,7 +387,7 @@ def test_predictions_are_compared_with_what_fetches_took(peer: Peer) -> None:
     assert (before.slower_than_prefill, decisions.slower_than_prefill) == (0, 1), (
         "computing takes 2.56 s"
     )
-    report = peer.cost_model.report()
+    report = peer.cost_model.report(len)
     assert report["predictions"] == 6
     assert report["rates"]["a"]["transport"] == "gloo"
     assert report["rates"]["a"]["bytes_per_s"] > 0
@@ -395,13 +395,15 @@ def test_predictions_are_compared_with_what_fetches_took(peer: Peer) -> None:
 
 def test_the_number_of_known_peers_is_bounded() -> None:
     cost_model = CostModel(row_bytes=ROW_BYTES)
-    for number in 2 * [*range(1010)]:
+    for number in sorted(2 * [*range(1010)]):
         fetch = Fetch(f"peer {number}", [Row(b"", 0)], deadline=0.0)
         cost_model.begun(fetch, CHUNK_SECONDS, float(number))
         cost_model.ended(fetch, float(number))
-    assert len(cost_model._peers) <= 1000
-    assert len(cost_model._left_out) <= 1000
-    assert len(cost_model.report()["left_out"]) <= 100, "a heartbeat carries it"
+    assert len(cost_model._peers) == len(cost_model._left_out) == 1000
+    assert len(cost_model.report(len)["left_out"]) == 100, "a heartbeat carries it"
+    oldest = next(iter(cost_model._left_out))
+    remaining = cost_model.report(lambda names: names == [oldest])["left_out"]
+    assert list(remaining) == [oldest], "those that have left do not hide it"
     assert not cost_model._pending
 
 
@@ -419,5 +421,5 @@ def test_whatever_was_measured_predictions_and_patience_are_numbers_of_at_least_
         peer.fetch(wanted, seconds, arrived=min(wanted, arrived), reason="timeout")
     assert 0 <= peer.cost_model.rate("a", peer.now).predict(rows) < math.inf
     assert peer.cost_model.patience("a", rows, peer.now) > 0
-    for rate in peer.cost_model.report()["rates"].values():
+    for rate in peer.cost_model.rates().values():
         assert rate["bytes_per_s"] is None or rate["bytes_per_s"] > 0

@@ -13,6 +13,7 @@ seconds.
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -238,8 +239,8 @@ class CostModel:
         if not opened_link:
             peer.rate.add(len(fetch.committed), fetch.seconds)
 
-    def report(self) -> dict[str, Any]:
-        """`Decisions` as JSON."""
+    def rates(self) -> dict[str, dict[str, Any]]:
+        """The measured rates of the peers tried last; JSON-able."""
         rates = {}
         for donor, peer in [*self._peers.items()][-_MAX_REPORTED:]:
             if rate := peer.rate:
@@ -249,6 +250,11 @@ class CostModel:
                     "overhead_s": rate.y - per_row * rate.x,
                     "bytes_per_s": self._row_bytes / per_row if per_row else None,
                 }
-        left_out = [*self._left_out.items()][-_MAX_REPORTED:]
-        reasons = {donor: peer.reason for donor, peer in left_out}
-        return {**asdict(self.decisions), "rates": rates, "left_out": reasons}
+        return rates
+
+    def report(self, set_of: Callable[[Sequence[str]], int]) -> dict[str, Any]:
+        """`Decisions` as JSON, but for the sources left out that `set_of` no longer knows: they
+        have left, and nobody can mend them."""
+        left_out = {name: peer.reason for name, peer in [*self._left_out.items()] if set_of([name])}
+        reasons = dict([*left_out.items()][-_MAX_REPORTED:])
+        return {**asdict(self.decisions), "rates": self.rates(), "left_out": reasons}

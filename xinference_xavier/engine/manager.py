@@ -155,16 +155,9 @@ class XavierManager(OffloadingManager):
             "longest_scheduling_wait_s": self.tier_lookup.longest_scheduling_wait,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
-            "fetch_decisions": self._fetch_decisions(),
+            "fetch_decisions": self.cost_model.report(self._tier.set_of),
             "waits": asdict(self.tier_lookup.wait_counts),
         }
-
-    def _fetch_decisions(self) -> dict[str, Any]:
-        """Without the sources that have left, which nobody can mend."""
-        report = self.cost_model.report()
-        left_out = report["left_out"].items()
-        report["left_out"] = {name: why for name, why in left_out if self._tier.set_of([name])}
-        return report
 
     @property
     def requests(self) -> Mapping[str, Request]:

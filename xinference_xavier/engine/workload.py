@@ -320,7 +320,7 @@ class Workload:
         line = self._prefill_rate.line()
         if line is None:
             return None
-        rates = [*self._cost_model.report()["rates"].values()]
+        rates = [*self._cost_model.rates().values()]
         overheads = [max(0.0, rate["overhead_s"]) for rate in rates]
         speeds = [1 / rate["bytes_per_s"] for rate in rates if rate["bytes_per_s"]]
         return *line, fmean(overheads or [_OVERHEAD]), fmean(speeds or [1 / _SPEED])

@@ -2,11 +2,12 @@
 replica computes a long prefill for it (`with_prefill_replicas`).
 
 A replica's work for a prompt also delays those that come behind: by `share / (1 - share)` of it, if
-requests arrive at random and the replica works this share of the time; and by all of it each, while
-a queue stands. So work weighs more than the prompt's own waiting (`work_weight`). Without that,
-prompts leave the replica that holds their prefix for a short wait elsewhere, copies fill the pools,
-and under load all wait longer. This work is at the replicas' mean rates: weighed with what a
-replica seems to be faster, prompts would queue at it for what is mostly an error of measurement.
+requests arrive at random and the replica works this share of the time. If there is a queue, the
+work delays each prompt that arrives before the queue is empty. So work weighs more than the
+prompt's own waiting (`work_weight`). Without that, prompts leave the replica that holds their
+prefix for a short wait elsewhere, copies fill the pools, and under load all wait longer. This work
+is at the replicas' mean rates: weighed with what a replica seems to be faster, prompts would queue
+at it for what is mostly an error of measurement.
 
 A prompt of which no replica holds much may begin a session, whose next rounds follow it. The
 backlog of the moment is too short a view then: such prompts go where the least work went lately.
@@ -250,8 +251,8 @@ def forecast(
 
 def work_weight(busy: float, waiting: float) -> float:
     """How much work weighs, where replicas are `busy` for this share of the time. Twice what theory
-    says of one prompt: its next round follows it to where it was sent. At least as many times as
-    prompts are `waiting` at a replica: as many will come before it has nothing to do."""
+    says of one prompt: its next round follows it to where it was sent. At least the number of
+    prompts `waiting` at a replica: about as many arrive before its queue is empty."""
     return max(2.0 / (1.0 - min(busy, _MOST_BUSY)), waiting)
 
 

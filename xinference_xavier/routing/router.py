@@ -227,7 +227,7 @@ class Router:
         self._cached = Expected(MAX_CACHED)
         self._threshold = threshold
         self._busy = 0.5  # share of the time in which a replica works
-        self._prompt_s = 0.0  # for which a prompt keeps a replica busy
+        self._prompt_s = 0.0  # mean time for which a prompt keeps a replica busy
         self._work = np.zeros(0)  # seconds of work that were sent lately, by number
         self._work_at = 0.0
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
@@ -248,18 +248,18 @@ class Router:
         held = int(found.runs.max(initial=0)) * self._size.tokens
         is_new = not preferred and held < _NEW * prompt.tokens
         waiting = self._waiting(found)
-        spread = max(_SPREAD, _SPREAD_BY_WAITING * waiting) if is_new else 0.0
+        spread = max(_SPREAD, _SPREAD_BY_WAITING * waiting)
         return choose(
             self.loads,
             found,
             self._source,
             preferred,
             weight=work_weight(self._busy, waiting),
-            penalty=spread * self._lately(now),
+            penalty=spread * self._lately(now) if is_new else 0.0,
         )
 
     def _waiting(self, found: Forecast) -> float:
-        """How many prompts a replica has still to compute, on average."""
+        """The number of prompts that a replica has still to compute, on average."""
         backlog = found.backlog[np.isfinite(found.backlog)]
         return float(backlog.mean()) / self._prompt_s if backlog.size and self._prompt_s else 0.0
 

@@ -360,7 +360,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             self._observers.drain(member.incarnation, False)
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Where a prompt's chunks are and what a request would reuse; see `fanout.explain`."""
+        """Locates a prompt's chunks, and what a request would reuse; see `fanout.explain`."""
         check_question(question)
         return await fanout.explain(self._namespaces, question)
 

@@ -105,7 +105,7 @@ async def drain(members: Sequence[Member], stay: Sequence[str], seconds: float) 
 
 
 async def explain(namespaces: Namespaces, question: dict[str, Any]) -> dict[str, Any]:
-    """Where a prompt's chunks are. One member answers for its whole namespace.
+    """Locates a prompt's chunks. One member answers for its whole namespace.
 
         {"prompt_tokens": …, "chunk_tokens": …,
          "chunks": [{"from": token, "to": token, "replicas": {incarnation: place}}, …],
