@@ -66,14 +66,21 @@ def test_a_new_session_goes_where_the_least_work_went_lately() -> None:
     assert late.send(prompt("new", 10), now=60.0).replica == first, "that is long ago"
 
 
-@pytest.mark.parametrize(("waits", "stays"), [(2.0, False), (60.0, True)])
-def test_where_many_wait_a_session_does_not_leave_its_prefix(waits: float, stays: bool) -> None:
-    """Computing it once more would delay each of those that come before the queue is empty."""
+@pytest.mark.parametrize(("sent_before", "stays"), [(0, False), (150, True)])
+def test_where_queues_stand_a_session_does_not_leave_its_prefix(
+    sent_before: int, stays: bool
+) -> None:
+    """Computing it once more would delay each prompt that comes before the queue is empty. A queue
+    that has just begun may be one long prompt."""
     cluster = Cluster("a", "b")
-    first = cluster.send(prompt("chat"), now=0.0).replica
+    for name in "ab":
+        cluster.router.report(name, Report(0.1, 0, 1.0, 0, RATES))
+    for number in range(sent_before):
+        cluster.send(prompt(f"{number}"))
+    first = cluster.send(prompt("chat")).replica
     (other,) = {"a", "b"} - {first}
-    cluster.router.report(first, Report(1.0, 0, waits + 10.0, 20, RATES))
-    cluster.router.report(other, Report(1.0, 0, waits, 20, RATES))
+    cluster.router.report(first, Report(1.0, 0, 100.0, 20, RATES))
+    cluster.router.report(other, Report(1.0, 0, 50.0, 20, RATES))
     again = cluster.send(prompt("chat", 11), now=1.0).replica
     assert (again == first) == stays
 

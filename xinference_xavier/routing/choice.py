@@ -74,7 +74,7 @@ def with_prefill_replicas(
 TIE = 0.01
 """Forecasts are equal that differ by less than this share, or by `_TIE_S`."""
 _TIE_S = 0.001  # seconds
-_MOST_BUSY = 0.95  # beyond it the estimate says little
+MOST_BUSY = 0.95  # beyond it the estimate says little
 
 Counts = NDArray[np.int64]
 
@@ -253,7 +253,7 @@ def work_weight(busy: float, waiting: float) -> float:
     """How much work weighs, where replicas are `busy` for this share of the time. Twice what theory
     says of one prompt: its next round follows it to where it was sent. At least the number of
     prompts `waiting` at a replica: about as many arrive before its queue is empty."""
-    return max(2.0 / (1.0 - min(busy, _MOST_BUSY)), waiting)
+    return max(2.0 / (1.0 - min(busy, MOST_BUSY)), waiting)
 
 
 def choose(

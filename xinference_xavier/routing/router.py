@@ -25,6 +25,7 @@ from operator import itemgetter
 import numpy as np
 
 from xinference_xavier.routing.choice import (
+    MOST_BUSY,
     Choice,
     Chunks,
     Forecast,
@@ -259,9 +260,12 @@ class Router:
         )
 
     def _waiting(self, found: Forecast) -> float:
-        """The number of prompts that a replica has still to compute, on average."""
+        """The number of prompts that a replica has still to compute, on average, where queues
+        stand; otherwise 0, since one long prompt looks like many."""
         backlog = found.backlog[np.isfinite(found.backlog)]
-        return float(backlog.mean()) / self._prompt_s if backlog.size and self._prompt_s else 0.0
+        if self._busy < MOST_BUSY or not backlog.size or not self._prompt_s:
+            return 0.0
+        return float(backlog.mean()) / self._prompt_s
 
     def _lately(self, now: float) -> Floats:
         """The seconds of work that were sent to each replica lately."""
