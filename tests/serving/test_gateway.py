@@ -3,6 +3,8 @@ for `doctor`, where a silent process costs only its own answer. `tests/client/te
 what `doctor` concludes."""
 
 import asyncio
+import threading
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from xinference_xavier import __version__
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.serving import gateway
 from xinference_xavier.serving.gateway import TrackerGateway, cluster_info, worker_process_info
+from xinference_xavier.serving.metrics import Exporter
 
 
 class Counting(TrackerGateway):
@@ -65,6 +68,43 @@ async def test_all_listeners_learn_that_a_model_does_not_share() -> None:
         with pytest.raises(NotFoundError, match="does not share its cache here"):
             await gateway.shared_report("lost", 3600.0)
     assert gateway.begun == 1
+
+
+class Slow(UserDict[str, Any]):
+    """A status of which each value is there only when the event loop has gone on."""
+
+    def __init__(self, status: dict[str, Any]) -> None:
+        super().__init__(status)
+        self._loop = asyncio.get_running_loop()
+
+    def __getitem__(self, name: str) -> Any:
+        went_on = threading.Event()
+        self._loop.call_soon_threadsafe(went_on.set)
+        assert went_on.wait(10.0), "the event loop is held up"
+        return super().__getitem__(name)
+
+
+class Many(TrackerGateway):
+    """Its model has so many replicas that a report takes long."""
+
+    async def models(self) -> dict[str, dict[str, str]]:
+        return {"m": {}}
+
+    async def call(self, *_: object, **__: object) -> Any:
+        return Slow({"model_uid": "m", "enabled": True, "namespaces": {}})
+
+    async def shared_report(self, model_uid: str, max_age: float) -> Any:
+        return Slow(await self.report(model_uid))
+
+
+async def test_requests_go_on_while_a_long_report_is_made() -> None:
+    assert (await Many(ref_to(None)).report("m"))["enabled"]
+
+
+async def test_requests_go_on_while_many_metrics_are_made() -> None:
+    exporter = Exporter(Many(ref_to(None)))
+    await exporter.refresh(10.0)
+    assert exporter.read("tracker_up") == [({"model_uid": "m"}, 1)]
 
 
 # -- facts for doctor -------------------------------------------------------------------------

@@ -514,7 +514,9 @@ class Exporter:
             return
         answers = await asyncio.gather(*(self._report(model, deadline) for model in models))
         reports = dict(filter(None, answers))
-        self._samples = samples(reports, up=True, failures=self._failures, workers=models)
+        self._samples = await asyncio.to_thread(
+            samples, reports, up=True, failures=self._failures, workers=models
+        )
 
     async def _report(
         self, model: str, deadline: float
