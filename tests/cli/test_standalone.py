@@ -1,19 +1,25 @@
 """A tracker and a configuration for vLLM servers without xinference; `test_wrong_input.py` has what
 is refused."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xoscar
 from click.testing import CliRunner, Result
 
 from examples.processes import free_port
 from tests.harness.replicas import MODEL, ReplicaProcess
+from xinference_xavier.cli import standalone
 from xinference_xavier.cli.commands import main
 from xinference_xavier.config import XavierConfig, own_transfer_config
 from xinference_xavier.options import PARSERS
+from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
+from xinference_xavier.runtime.aio import within
 
 ADDRESS = ["--address", "10.0.0.1:9920"]
 PROGRAM = Path(sys.executable).parent / "xinference-xavier"
@@ -70,6 +76,40 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
             assert f"no tracker of {MODEL} answers at {address}" in text
         finally:
             process.kill()
+
+
+async def test_an_event_that_cannot_be_printed_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The disk of the output may be full for a moment."""
+    monkeypatch.setattr(standalone, "_PAUSE", 0.0)
+    address = asyncio.get_running_loop().create_future()
+    told, printed = list[str](), asyncio.Event()
+
+    def on_event(event: Any) -> None:
+        told.append(event["replica"])
+        if len(told) == 1:
+            raise OSError("no space left on device")
+        printed.set()
+
+    until = asyncio.Event()
+    serving = asyncio.ensure_future(
+        standalone.serve(
+            MODEL,
+            "127.0.0.1:0",
+            hooks=None,
+            listening=address.set_result,
+            on_event=on_event,
+            until=until,
+        )
+    )
+    tracker = await xoscar.actor_ref(address=await address, uid=tracker_uid(MODEL))
+    for name in ("first", "second"):
+        await tracker.join("ns", Member(name, "127.0.0.1:1"), 36, Settings(), name)
+    await within(30.0, printed.wait())
+    until.set()
+    await serving
+    assert told == ["first", "second"]
 
 
 def test_vllm_gets_our_configuration() -> None:

@@ -1,11 +1,14 @@
 """What `try` concludes. `e2e/one_launch/test_sharing.py` tries a real model."""
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from xinference_xavier.cli import trial
+from xinference_xavier.cli.commands import main
 from xinference_xavier.cli.trial import Answer, CannotTryError, Trial, conclude
 from xinference_xavier.errors import ApiError
 
@@ -137,4 +140,24 @@ def test_routing_is_put_back_whatever_fails(monkeypatch: pytest.MonkeyPatch, fai
     tested = Trial(client, "m")
     with pytest.raises(ApiError), tested.in_turn():
         pass
+    assert client.done == ["off", True, "auto"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_trial_that_is_ended_puts_routing_and_sharing_back(
+    monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    """Also if its terminal is closed."""
+    signals = signal.SIGTERM, signal.SIGHUP
+    client: Any = Switched()
+    handlers = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
+    monkeypatch.setattr(trial, "_POLL", 0)
+    monkeypatch.setattr(trial, "Trial", lambda _, model: Trial(client, model))
+    monkeypatch.setattr(trial, "conclude", lambda *_: signal.raise_signal(how))
+    try:
+        ended = CliRunner().invoke(main, ["try", "m"])
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert ended.exit_code == 128 + how
     assert client.done == ["off", True, "auto"]

@@ -46,6 +46,7 @@ def refused(*words: str) -> str:
             [*TRACKER, "--xavier-hooks", "nonsense"],
             "'nonsense' does not name a function",
         ),
+        ([*TRACKER, "--xavier-hooks", "nowhere:page"], "'nowhere:page' cannot be imported"),
         ([*TRACKER, *POOL], "No such option '--xavier_pool_bytes'"),
         ([*CONFIG, "host:99999", *POOL], ADDRESS),
         ([*CONFIG, "10.0.0.1"], ADDRESS),

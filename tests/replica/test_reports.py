@@ -15,10 +15,17 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.pool.pool import PoolCounts
 from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
-from xinference_xavier.protocol.tracker import NotMemberError
+from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
 from xinference_xavier.replica import reports as module
 from xinference_xavier.replica.fetcher import FetchCounts
-from xinference_xavier.replica.reports import EventReporter, LoadReporter, SharingLog, replica_stats
+from xinference_xavier.replica.reports import (
+    Counters,
+    EventReporter,
+    LoadReporter,
+    Publisher,
+    SharingLog,
+    replica_stats,
+)
 from xinference_xavier.stats.schema import (
     ComparisonStats,
     DiskStats,
@@ -95,6 +102,21 @@ def test_an_outage_of_the_tracker_has_one_beginning_and_one_end(
         "tracker joined again: model=m incarnation=a",
     ]
     assert messages(caplog) == both * 2
+
+
+async def test_a_snapshot_has_the_latest_chunks_that_the_tracker_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [b"%036d" % number for number in range(5)]
+    monkeypatch.setattr(module, "MAX_PACKED_BYTES", 3 * len(keys[0]) - 1)
+    sent: list[object] = []
+
+    async def call(method: str, sequence: int, *packed: bytes) -> Outcome:
+        sent.append((method, *packed))
+        return Outcome.APPLIED
+
+    await Publisher("a", lambda: keys, Counters()).send_holdings(call)
+    assert sent == [("replace", pack(keys[3:]))]
 
 
 HITS = Hits(remote=3)
