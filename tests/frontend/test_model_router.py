@@ -13,6 +13,7 @@ from xinference_xavier.frontend import model_router as module
 from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError, Route
 from xinference_xavier.protocol.load import ScheduledPrompt
 from xinference_xavier.protocol.tracker import pack, without_rank
+from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text
 
 
@@ -187,6 +188,21 @@ async def test_a_request_does_not_overtake_those_that_wait() -> None:
     cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
     assert (await first).replica == left_alone
     second.cancel()
+
+
+async def test_an_error_while_choosing_is_of_the_request_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def choose(*_: object, **__: object) -> None:
+        raise IndexError("a defect")
+
+    cluster = Cluster("m-0", request_limit=1)
+    running = await route(cluster)
+    (first,) = await waiting(cluster)
+    monkeypatch.setattr(Router, "choose", choose)
+    cluster.router.end(running)
+    with pytest.raises(IndexError, match="a defect"):
+        await first
 
 
 async def test_beyond_its_bound_the_queue_refuses_requests() -> None:

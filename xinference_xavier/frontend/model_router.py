@@ -372,8 +372,14 @@ class ModelRouter:
                     admitted.set_result(False)
         while self._queue.first:
             route, admitted = self._waiting[self._queue.first]
-            if not self._send(route):
-                return
+            try:
+                if not self._send(route):
+                    return
+            except Exception as error:  # only of this request, not of the one that has ended
+                self._queue.leave(route.request)
+                if not admitted.done():
+                    admitted.set_exception(error)
+                continue
             self.counts.waited += 1
             self.counts.waited_s += self._queue.admit(self._clock())
             if not admitted.done():

@@ -508,15 +508,14 @@ class Exporter:
         deadline = time.monotonic() + seconds
         try:
             models = await within(seconds, self._trackers.models())
+            answers = await asyncio.gather(*(self._report(model, deadline) for model in models))
+            reports = dict(filter(None, answers))
+            self._samples = await asyncio.to_thread(
+                samples, reports, up=True, failures=self._failures, workers=models
+            )
         except Exception as error:  # a supervisor without this extension may raise anything
             self._fail("supervisor", error)
             self._samples = samples({}, up=False, failures=self._failures)
-            return
-        answers = await asyncio.gather(*(self._report(model, deadline) for model in models))
-        reports = dict(filter(None, answers))
-        self._samples = await asyncio.to_thread(
-            samples, reports, up=True, failures=self._failures, workers=models
-        )
 
     async def _report(
         self, model: str, deadline: float

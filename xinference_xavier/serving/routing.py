@@ -342,5 +342,8 @@ async def _routed(
         raise HTTPException(_CLIENT_CLOSED_REQUEST) from error
     except SupervisorError as error:
         _log.warn("supervisor", "requests go to the replicas in turn: %s", error)
+    except Exception as error:  # our own: it costs the choice, not the request
+        router.counts.failures += 1
+        _log.warn("choice", "requests go to the replicas in turn: %r", error, exc_info=True)
     asked.end()
     return None

@@ -524,7 +524,8 @@ class RoutingStats:
         "Requests that went to the replicas in turn: routing was off, or no load was known.",
     )
     failures: int = metric(
-        "routing_failures_total", "Times that the router could not ask the tracker what is new."
+        "routing_failures_total",
+        "Times that the router could not ask the tracker what is new, or choose a replica.",
     )
     first_bytes: dict[str, FirstBytes] = field(default_factory=dict)
 

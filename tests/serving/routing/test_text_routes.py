@@ -18,6 +18,7 @@ from PIL import UnidentifiedImageError
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
 from xinference_xavier.protocol.prefixes import Keeping, keeping_of
+from xinference_xavier.routing.router import Router
 from xinference_xavier.serving import routing
 
 Start = Callable[..., Awaitable[TextApi]]
@@ -95,6 +96,18 @@ async def test_a_replica_that_is_not_there_yet_gets_requests_soon(text_api: Text
 async def test_without_any_replica_requests_go_in_turn(text_api: TextApi) -> None:
     text_api.supervisor._replica_model_uid_to_worker.clear()
     assert_in_turn(await text_api.ask(COMPLETIONS))
+
+
+@STREAMS
+async def test_an_error_of_the_router_costs_no_request(
+    text_api: TextApi, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def choose(*_: object, **__: object) -> None:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr(Router, "choose", choose)
+    assert_in_turn(await text_api.ask(COMPLETIONS, stream=stream))
+    assert text_api.cluster.router.counts.failures == 1
 
 
 def assert_refused(answer: httpx.Response) -> None:
