@@ -40,9 +40,9 @@ def main(names: list[str]) -> int:
     report: dict[str, Any] = {"versions": {}}
     if REPORT.exists():
         report |= json.loads(REPORT.read_text())
-    failed = 0
+    failed, commit = 0, _commit()  # asked now: each row that is written changes the page
     for version in versions:
-        result = tried(version)
+        result = {**tried(version), "commit": commit}
         failed += sum(step["failed"] for step in result["steps"].values())
         report["versions"][version.name] = result
         REPORT.write_text(json.dumps(report, indent=1) + "\n")
@@ -66,11 +66,7 @@ def tried(version: Version) -> dict[str, Any]:
         print(
             f"[{version.name}] {column}: {table._cell(steps[column])} in {took:.0f} s", flush=True
         )
-    return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": _commit(),
-        "steps": steps,
-    }
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "steps": steps}
 
 
 def _commit() -> str:
