@@ -93,9 +93,7 @@ class Store:
                 self._inode = (folder / _INDEX).stat().st_ino
                 self._reader = _read_only(folder / _INDEX)
                 with closing_on_error(self._reader):
-                    self._rows = _open_rows(folder / _ROWS)
-        # Not in `close`: another thread may be reading.
-        weakref.finalize(self, os.close, self._rows)
+                    self._rows: _File | None = _File(_open_rows(folder / _ROWS))
         with closing_on_error(self):
             self.refresh()
 
@@ -127,12 +125,14 @@ class Store:
         with self._reading:
             self._reader.close()
         self._connection.close()
+        self._rows = None
 
     # -- rows ---------------------------------------------------------------------------------
 
     def read(self, slot: int, row: memoryview) -> bool:
         """Fill `row`; False if the file ends before its end. The caller verifies the checksum."""
-        return os.preadv(self._rows, [row], slot * self.row_bytes) == self.row_bytes
+        rows = self._opened()
+        return os.preadv(rows.descriptor, [row], slot * self.row_bytes) == self.row_bytes
 
     def has(self, key: bytes, place: Place) -> bool:
         """Whether the chunk is still there. Waits for no change that is under way."""
@@ -145,13 +145,20 @@ class Store:
 
     def write(self, slot: int, row: memoryview) -> None:
         """Raises OSError if the disk is full; then the store grows no further."""
+        rows = self._opened()
         try:
-            if os.pwritev(self._rows, [row], slot * self.row_bytes) < self.row_bytes:
+            if os.pwritev(rows.descriptor, [row], slot * self.row_bytes) < self.row_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self.slots = min(self.slots, slot)
             raise
+
+    def _opened(self) -> "_File":
+        """Keep what this returns until the end of the call."""
+        if (rows := self._rows) is None:
+            raise OSError(errno.EBADF, "the store is closed", str(self.folder))
+        return rows
 
     # -- the index ----------------------------------------------------------------------------
 
@@ -281,6 +288,15 @@ class Store:
     def _check_inode(self) -> None:
         if self.is_gone():
             raise StoreGoneError(errno.ENOENT, "the store was removed", str(self.folder))
+
+
+class _File:
+    """Closes `descriptor` when nobody uses it any more: another thread may be reading when its
+    store is closed, and if the store was removed, its space is free only then."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
 
 def is_damage(error: Exception) -> bool:

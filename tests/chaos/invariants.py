@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class Size(NamedTuple):
     transfer_threads: int
     transfer_descriptors: int
     names: str
-    """The transfer process's threads and connections, by name."""
+    """The threads, connections and files of both."""
 
 
 class Findings(NamedTuple):
@@ -192,21 +193,26 @@ def _last_line(path: Path) -> str:
 
 def _size(node: Node, audit: dict[str, Any]) -> Size:
     transfer = node.transfer()
+    both = [psutil.Process(node.pid), *([] if transfer is None else [transfer])]
     return Size(
         len(audit["threads"]),
         audit["descriptors"],
         audit["rss"],
         transfer.num_threads() if transfer is not None else 0,
         transfer.num_fds() if transfer is not None else 0,
-        _names(transfer) if transfer is not None else "",
+        "; ".join(map(_names, both)),
     )
 
 
 def _names(process: psutil.Process) -> str:
+    """Threads, connections and files."""
     threads = Path(f"/proc/{process.pid}/task").glob("*/comm")
     names = Counter(comm.read_text().strip() for comm in threads)
     connections = process.net_connections("all")
     names.update(f"{each.type.name} {each.status}" for each in connections)
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            names[descriptor.readlink().name.partition(":")[0]] += 1
     return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
 
 

@@ -1,6 +1,7 @@
 """A replica saves what is used again on the disk of its host, and finds it after a restart."""
 
 import asyncio
+import gc
 import sqlite3
 import threading
 import time
@@ -698,6 +699,28 @@ async def test_a_store_that_was_removed_is_begun_anew(
         await replica.until(lambda: before not in replica.disk.index)
         await replica.until(lambda: replica.disk.state is DiskState.OPEN)
         await replica.save([after])
+
+
+def removed_files_that_are_open() -> list[str]:
+    names = [link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [name for name in names if name == "rows (deleted)"]
+
+
+async def test_the_space_of_a_store_that_was_removed_is_free_once_that_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python may look for garbage much later."""
+    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
+    async with life(tmp_path) as replica:
+        await replica.save(fresh_keys(1))
+        gc.disable()
+        try:
+            store_module.remove(folder_of(tmp_path, "namespace", ROW_BYTES))
+            await replica.until(lambda: replica.disk.report().failures > 0)
+            await replica.until(lambda: replica.disk.state is DiskState.OPEN)
+            assert removed_files_that_are_open() == []
+        finally:
+            gc.enable()
 
 
 async def test_an_index_with_values_that_nobody_writes_is_begun_anew(
