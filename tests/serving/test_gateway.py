@@ -107,6 +107,19 @@ async def test_requests_go_on_while_many_metrics_are_made() -> None:
     assert exporter.read("tracker_up") == [({"model_uid": "m"}, 1)]
 
 
+async def test_metrics_that_cannot_be_made_cost_only_themselves() -> None:
+    """A scrape also has xinference's own."""
+
+    class Broken(Many):
+        async def shared_report(self, model_uid: str, max_age: float) -> Any:
+            return {"model_uid": 1, "replicas": 1}
+
+    exporter = Exporter(Broken(ref_to(None)))
+    await exporter.refresh(10.0)
+    assert exporter.read("up") == [({}, 0)]
+    assert exporter.read("scrape_failures_total") == [({}, 1)]
+
+
 # -- facts for doctor -------------------------------------------------------------------------
 
 
