@@ -701,9 +701,9 @@ async def test_a_store_that_was_removed_is_begun_anew(
         await replica.save([after])
 
 
-def removed_files_that_are_open() -> list[str]:
-    names = [link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return [name for name in names if name == "rows (deleted)"]
+def removed_and_open(parent: Path) -> list[Path]:
+    targets = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [each for each in targets if parent in each.parents and "(deleted)" in each.name]
 
 
 async def test_the_space_of_a_store_that_was_removed_is_free_once_that_is_noticed(
@@ -718,7 +718,7 @@ async def test_the_space_of_a_store_that_was_removed_is_free_once_that_is_notice
             store_module.remove(folder_of(tmp_path, "namespace", ROW_BYTES))
             await replica.until(lambda: replica.disk.report().failures > 0)
             await replica.until(lambda: replica.disk.state is DiskState.OPEN)
-            assert removed_files_that_are_open() == []
+            assert removed_and_open(tmp_path) == []
         finally:
             gc.enable()
 

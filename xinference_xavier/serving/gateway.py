@@ -88,7 +88,8 @@ class TrackerGateway:
 
     async def report(self, model_uid: str) -> dict[str, Any]:
         # For a thousand replicas this takes 0.4 s, in which requests would not be forwarded.
-        status = await asyncio.to_thread(report, await self.call(model_uid, "status"))
+        making = asyncio.to_thread(report, await self.call(model_uid, "status"))
+        status = await within(DEADLINE, making)
         router = self.routers.get(model_uid)
         routing = asdict(RoutingStats()) if router is None else router.report()
         return {**status, "routing": routing, **self.prefixes(model_uid)}

@@ -440,7 +440,8 @@ def _named(replicas: Sequence[ReplicaStatus]) -> Iterator[tuple[str, ReplicaStat
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 3.0
-"""Seconds for all answers together; at most half of the scrape's own time limit."""
+"""Seconds for all answers together, at most half of the scrape's own time limit; and for what is
+made of them."""
 MAX_AGE = 1.0
 """Seconds: scrapes that are closer together share a report."""
 _PATH = "/metrics"
@@ -508,14 +509,18 @@ class Exporter:
         deadline = time.monotonic() + seconds
         try:
             models = await within(seconds, self._trackers.models())
-            answers = await asyncio.gather(*(self._report(model, deadline) for model in models))
-            reports = dict(filter(None, answers))
-            self._samples = await asyncio.to_thread(
-                samples, reports, up=True, failures=self._failures, workers=models
-            )
         except Exception as error:  # a supervisor without this extension may raise anything
             self._fail("supervisor", error)
             self._samples = samples({}, up=False, failures=self._failures)
+            return
+        answers = await asyncio.gather(*(self._report(model, deadline) for model in models))
+        reports = dict(filter(None, answers))
+        making = partial(samples, reports, up=True, failures=self._failures, workers=models)
+        try:
+            self._samples = await within(MAX_SECONDS, asyncio.to_thread(making))
+        except Exception as error:  # our own: xinference's metrics are there all the same
+            self._fail("API", error)
+            self._samples = samples({}, up=True, failures=self._failures)
 
     async def _report(
         self, model: str, deadline: float

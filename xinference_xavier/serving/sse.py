@@ -155,7 +155,7 @@ async def _session(
             left = STATUS_INTERVAL
             # At most half an interval old, so that streams which share a report stay current.
             report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
-            yield await asyncio.to_thread(message, "status", visible(report))
+            yield await within(DEADLINE, asyncio.to_thread(message, "status", visible(report)))
         recent = await within(left + DEADLINE, tracker.wait_events(last, left))
 
 
