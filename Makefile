@@ -131,8 +131,11 @@ lint: venv node_modules/.complete
 types: venv
 	$(BIN)/mypy
 
-test: lint types docs unit
-	$(PYTEST) -m main_job
+# What needs one processor each goes side by side; a folder named spares pytest the others' imports.
+test: venv
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types docs
+	@$(MAKE) --no-print-directory unit
+	$(PYTEST) -m main_job tests/e2e
 
 # Some of them build documentation.
 unit: $(VENV)/.docs

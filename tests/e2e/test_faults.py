@@ -16,8 +16,6 @@ from tests.e2e.asking import CHUNK, published, question
 from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_until
 from tests.faults import CORRUPT_ROW, Fault
 
-pytestmark = pytest.mark.main_job
-
 UID = "faults"
 TIMEOUT = 5.0  # xavier_fetch_timeout's default
 
