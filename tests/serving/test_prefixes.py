@@ -17,7 +17,6 @@ from tests.frontend.test_keeper import MODEL, Cluster
 from tests.serving.documented import client_of_app
 from tests.serving.supervisors import api_context, ref_to
 from xinference_xavier.client.client import _tenant
-from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend import keeper
 from xinference_xavier.frontend.prefix import MAX_NAME, NewPrefix, Terms
 from xinference_xavier.serving import prefixes as module
@@ -314,7 +313,7 @@ async def test_only_names_without_a_tenant_are_public(started: Named, cluster: C
 async def test_a_request_gets_a_name_s_content(started: Named) -> None:
     await started.names.add(MODEL, STORED)
     assert await started.content_of(MODEL, "", "guide") == STORED.content
-    with pytest.raises(PrefixNotFoundError):
+    with pytest.raises(HTTPException, match=r"404: .* has no prefix named 'guide'"):
         await started.content_of(MODEL, "b", "guide")
 
 

@@ -16,30 +16,22 @@ from tests.serving.text_models import Asked, TextModel
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter, Routers
 from xinference_xavier.serving.launch.supervisor import finding_replicas
-from xinference_xavier.serving.routing import add_routing
+from xinference_xavier.serving.prefixes import not_found
+from xinference_xavier.serving.routing import ContentOf, add_routing
 
 HEADERS = {"anthropic-version": "2023-06-01"}
 REPLICAS = ("m-0", "m-1")
 WRAPPED = ("require_model", "parse_anthropic_request", "parse_responses_request")
 
 
-class NoPrefixes:
-    """None is named, and nothing is kept."""
-
-    async def content_of(self, model_uid: str, tenant: str, name: str) -> Any:
-        raise PrefixNotFoundError(f"no prefix named {name!r}")
-
-    def keep(self, *kept: object) -> None:
-        pass
-
-    async def measure(self, *_: object) -> int:
-        return 0
+async def no_prefixes(model_uid: str, tenant: str, name: str) -> Any:
+    raise not_found(PrefixNotFoundError(f"no prefix named {name!r}"))
 
 
 class _Known(Routers):
     """The router of the model "m" only."""
 
-    def __init__(self, router: ModelRouter | None) -> None:
+    def __init__(self, router: ModelRouter) -> None:
         self.router = router
 
     def get(self, model_uid: str) -> ModelRouter | None:
@@ -102,7 +94,7 @@ class TextApi:
     def __init__(self, address: str) -> None:
         self._address = address
 
-    async def start(self, prefixes: Any = None, *, routed: bool = True, **serving: Any) -> TextApi:
+    async def start(self, content_of: ContentOf = no_prefixes, **serving: Any) -> TextApi:
         """`serving` is how the replicas were launched."""
         from xinference.api import restful_api
 
@@ -120,9 +112,8 @@ class TextApi:
             _report_error_event=self._report_error_event,
         )
         self._originals = {name: getattr(restful_api, name) for name in WRAPPED}
-        routers = _Known(self.cluster.router if routed else None)
         context = SimpleNamespace(app=self.app, router=router)
-        add_routing(context, routers, prefixes or NoPrefixes())
+        add_routing(context, _Known(self.cluster.router), content_of)
         self.app.include_router(router)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app),

@@ -49,7 +49,7 @@ class XavierExtension:
             seam.works(feature)  # or a warning says why not
         trackers = TrackerGateway(context.get_supervisor_ref)
         prefixes = Prefixes(trackers, context.get_supervisor_ref, seam.data_folder())
-        add_routing(context, trackers.routers, prefixes)
+        add_routing(context, trackers.routers, prefixes.content_of)
         seam.add_middleware(context.app, Starting, prefixes=prefixes)
         add_routes(context, trackers)
         add_prefix_routes(context, prefixes)

@@ -45,6 +45,10 @@ MAX_SHOWN = 100
 _CONNECT_DEADLINE = 5.0
 
 
+def not_found(error: PrefixNotFoundError) -> HTTPException:
+    return HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"})
+
+
 def not_read(error: Exception) -> HTTPException:
     return HTTPException(503, f"the names of prefixes cannot be read: {error}")
 
@@ -81,12 +85,12 @@ class Prefixes:
             raise not_read(error) from error
 
     async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
-        """A prefix's content, for a request. Raises PrefixNotFoundError, and HTTPException if it
-        cannot be read."""
+        """A prefix's content, for a request. Raises HTTPException."""
         await self.refresh()
-        prefix = self.names.find(model_uid, tenant, name)
         try:
-            return await self.names.use(prefix)
+            return await self.names.use(self.names.find(model_uid, tenant, name))
+        except PrefixNotFoundError as error:
+            raise not_found(error) from error
         except sqlite3.Error as error:
             raise not_read(error) from error
 
@@ -244,7 +248,7 @@ class PrefixRoutes:
         try:
             return self._prefixes.names.find(model_uid, tenant_of_header(request), name)
         except PrefixNotFoundError as error:
-            raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
+            raise not_found(error) from error
 
 
 def _checked(check: Callable[[], _T]) -> _T:

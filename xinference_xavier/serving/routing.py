@@ -16,7 +16,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.routing import APIRoute
@@ -24,12 +24,7 @@ from opentelemetry import trace
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Send
 
-from xinference_xavier.errors import (
-    NOT_FOUND_HEADER,
-    PrefixNotFoundError,
-    ReplicaNotServingError,
-    SupervisorError,
-)
+from xinference_xavier.errors import ReplicaNotServingError, SupervisorError
 from xinference_xavier.frontend.model_router import (
     AT_LIMIT,
     Failure,
@@ -241,16 +236,11 @@ _log = RateLimitedLog(logger)
 _CONNECT_DEADLINE = 5.0  # seconds
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody sees it
 Require = Callable[..., Awaitable[Any]]
+ContentOf = Callable[[str, str, str], Awaitable[Mapping[str, Any]]]
+"""Returns what a request begins with, by model, tenant and name. Raises HTTPException."""
 
 
-class Prefixes(Protocol):
-    """What requests may begin with."""
-
-    async def content_of(self, model_uid: str, tenant: str, name: str) -> Mapping[str, Any]:
-        """Raises PrefixNotFoundError."""
-
-
-def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
+def add_routing(context: Any, routers: Routers, content_of: ContentOf) -> None:
     """`context` is xinference's APIExtensionContext."""
     if not (seam.works(seam.Feature.FINDING) and seam.works(seam.Feature.ROUTING)):
         return
@@ -260,7 +250,7 @@ def add_routing(context: Any, routers: Routers, prefixes: Prefixes) -> None:
             "requests go to replicas in turn where this xinference has no: %s",
             ", ".join(sorted(missing)),
         )
-    seam.wrap_require_model(lambda original: routing_require(original, routers, prefixes))
+    seam.wrap_require_model(lambda original: routing_require(original, routers, content_of))
     if seam.works(seam.Feature.CHATS):
         seam.note_chats(_note_chat)
     seam.add_middleware(context.app, RoutingMiddleware)
@@ -271,7 +261,7 @@ def _note_chat(chat: Mapping[str, Any]) -> None:
         asked.chat = chat
 
 
-def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> Require:
+def routing_require(original: Require, routers: Routers, content_of: ContentOf) -> Require:
     @functools.wraps(original)
     async def require_model(get_supervisor_ref: Any, model_uid: str, *args: Any) -> Any:
         asked = current()
@@ -279,7 +269,8 @@ def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> 
             return await original(get_supervisor_ref, model_uid, *args)
         keep, prefix = await asked.keep(), None
         if keep.name:
-            prefix = NamedPrefix(keep.name, await _content(prefixes, model_uid, keep))
+            content = await content_of(model_uid, keep.tenant, keep.name)
+            prefix = NamedPrefix(keep.name, content)
             try:
                 prefix.check(await asked.body())
             except WrongKindError as error:  # xinference makes a 500 of what its model raises
@@ -298,13 +289,6 @@ def routing_require(original: Require, routers: Routers, prefixes: Prefixes) -> 
         return ModelProxy(model, prefix, keep.prompt_s) if prefix or keeps else model
 
     return require_model
-
-
-async def _content(prefixes: Prefixes, model_uid: str, keep: Keep) -> Mapping[str, Any]:
-    try:
-        return await prefixes.content_of(model_uid, keep.tenant, keep.name)
-    except PrefixNotFoundError as error:
-        raise HTTPException(404, error.reason, {NOT_FOUND_HEADER: "prefix"}) from error
 
 
 async def _model_of(get_supervisor_ref: Any, replica: str) -> Any:

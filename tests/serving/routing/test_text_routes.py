@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import metadata
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +16,7 @@ from packaging.version import Version
 from PIL import UnidentifiedImageError
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
-from tests.serving.text_api import NoPrefixes, Supervisor, TextApi
+from tests.serving.text_api import Supervisor, TextApi
 from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.routing.router import Router
 from xinference_xavier.serving import routing
@@ -365,16 +365,16 @@ async def test_a_client_that_goes_before_the_first_byte_is_no_error(
     await left(text_api)
 
 
-class Named(NoPrefixes):
-    CONTENTS: ClassVar[dict[str, Any]] = {
-        "story": {"prompt": "Once upon a time"},
-        "guide": {"messages": [{"role": "system", "content": "You are a guide."}]},
-        "poet": {"prompt": "A rose", "lora_name": "poet"},
-        "poets": {"messages": [{"role": "user", "content": "A rose"}], "lora_name": "poet"},
-    }
+CONTENTS: dict[str, Any] = {
+    "story": {"prompt": "Once upon a time"},
+    "guide": {"messages": [{"role": "system", "content": "You are a guide."}]},
+    "poet": {"prompt": "A rose", "lora_name": "poet"},
+    "poets": {"messages": [{"role": "user", "content": "A rose"}], "lora_name": "poet"},
+}
 
-    async def content_of(self, model_uid: str, tenant: str, name: str) -> Any:
-        return self.CONTENTS[name]
+
+async def named(model_uid: str, tenant: str, name: str) -> Any:
+    return CONTENTS[name]
 
 
 @STREAMS
@@ -399,7 +399,7 @@ class Named(NoPrefixes):
 async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
     start_text_api: Start, path: str, name: str, more: Any, reason: str, stream: bool
 ) -> None:
-    api = await start_text_api(Named())
+    api = await start_text_api(named)
     answer = await api.ask(path, stream=stream, prefix_name=name, **more)
     assert answer.status_code == 400, answer.text
     assert reason in answer.text
@@ -420,11 +420,11 @@ async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
 async def test_a_prefix_of_the_right_kind_and_adapter_goes_before_the_request(
     start_text_api: Start, path: str, name: str, text: str, adapter: Any, by: str, mode: str
 ) -> None:
-    api = await start_text_api(Named())
+    api = await start_text_api(named)
     api.cluster.configure(routing=mode)
     headers = {"x-xavier-prefix": name} if by == "header" else {}
-    named = {"prefix_name": name} if by == "body" else {}
-    answer = await api.ask(path, headers=headers, **named, **adapter)
+    body = {"prefix_name": name} if by == "body" else {}
+    answer = await api.ask(path, headers=headers, **body, **adapter)
     assert answer.status_code == 200, answer.text
     (asked,) = await api.asked()
     assert text in str(asked.content)

@@ -13,8 +13,7 @@ from fastapi.routing import APIRoute
 from xinference import extensions
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
-from tests.serving.text_api import NoPrefixes, TextApi, llm_router
-from xinference_xavier.errors import PrefixNotFoundError
+from tests.serving.text_api import TextApi, llm_router, no_prefixes
 from xinference_xavier.frontend.question import MAX_TEXT, prompt_text
 from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.routing import remember_texts
@@ -29,20 +28,18 @@ WITHOUT_A_TEXT = {
 PATHS = (*TEXT_ROUTES, "/anthropic/v1/messages")
 
 
-class Contracts(NoPrefixes):
+async def contracts(model_uid: str, tenant: str, name: str) -> Any:
     """The contract of each tenant."""
-
-    async def content_of(self, model_uid: str, tenant: str, name: str) -> Any:
-        if name != "contract":
-            raise PrefixNotFoundError(f"no prefix named {name!r}")
-        if tenant == "":
-            return {"messages": [{"role": "user", "content": "everybody's contract"}]}
-        return {"prompt": f"{tenant}'s contract"}
+    if name != "contract":
+        return await no_prefixes(model_uid, tenant, name)
+    if tenant == "":
+        return {"messages": [{"role": "user", "content": "everybody's contract"}]}
+    return {"prompt": f"{tenant}'s contract"}
 
 
 @pytest.fixture
 async def api(start_text_api: Callable[..., Awaitable[TextApi]]) -> TextApi:
-    return await start_text_api(Contracts())
+    return await start_text_api(contracts)
 
 
 @pytest.fixture
