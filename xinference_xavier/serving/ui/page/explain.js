@@ -8,7 +8,7 @@ import { count, nameOf } from "./numbers.js";
 import { forecastsView } from "./routing.js";
 import { language } from "./settings.js";
 import { chosen, pathOf, show, uidOf } from "./state.js";
-import { cell, table, widthOf } from "./views.js";
+import { cell, row, table, widthOf } from "./views.js";
 
 const EXPLAIN_TIMEOUT = 90_000; // milliseconds; the first request loads a tokenizer
 /**
@@ -123,10 +123,8 @@ export function explainView(report) {
 function answerView(report, answer) {
   const text = language.words;
   const rows = Object.entries(answer.reuse).map(([incarnation, reuse]) =>
-    h(
-      "tr",
-      null,
-      h("th", { scope: "row" }, nameOf(report, incarnation)),
+    row(
+      nameOf(report, incarnation),
       cell(chunksView(answer, incarnation), false),
       cell(count(reuse.local_pool)),
       cell(count(reuse.disk)),

@@ -7,7 +7,7 @@ import { h } from "./dom.js";
 import { brief, count, percent, quantile, sum } from "./numbers.js";
 import { language, named } from "./settings.js";
 import { change } from "./state.js";
-import { cell, note, table } from "./views.js";
+import { cell, note, row, table } from "./views.js";
 
 /** @param {Report} report */
 export function routingView(report) {
@@ -99,16 +99,8 @@ function routesView({ loads = {}, replicas = {} }) {
     const load = loads[name];
     const sent = replicas[name] ?? 0;
     const role = named(`role_${load?.role}`);
-    return h(
-      "tr",
-      null,
-      h(
-        "th",
-        { scope: "row" },
-        name,
-        role && note(role),
-        load?.accepts === false && note(text.atLimit),
-      ),
+    return row(
+      [name, role && note(role), load?.accepts === false && note(text.atLimit)],
       cell(all > 0 ? percent(sent, all) : "–"),
       cell(count(sent)),
       cell(load === undefined ? "–" : brief(load.backlog_s)),

@@ -114,13 +114,7 @@ function recentTiles({ hits, shared, rate, saved, waits }, sources) {
   const share = percent(shared, all);
   const helps = shared > 0 ? fill(text.helps, { percent: share }) : text.helpsNot;
   const rows = sources.map((source) =>
-    h(
-      "tr",
-      null,
-      h("th", { scope: "row" }, text[source]),
-      cell(brief(waits[source].median)),
-      cell(count(waits[source].requests)),
-    ),
+    row(text[source], cell(brief(waits[source].median)), cell(count(waits[source].requests))),
   );
   return [
     h("p", { id: "helps" }, all > 0 ? helps : text.helpsNobody),
@@ -250,6 +244,14 @@ export function table(id, headings, rows) {
 }
 
 /**
+ * @param {Child} title
+ * @param {Child[]} cells
+ */
+export function row(title, ...cells) {
+  return h("tr", null, h("th", { scope: "row" }, title), cells);
+}
+
+/**
  * @param {Child} value
  * @param {boolean} numeric
  */
@@ -269,10 +271,8 @@ export function note(content) {
 export function linksView(report, links) {
   const text = language.words;
   const rows = links.map((link) =>
-    h(
-      "tr",
-      null,
-      h("th", { scope: "row" }, nameOf(report, link.from)),
+    row(
+      nameOf(report, link.from),
       cell(nameOf(report, link.to), false),
       cell(bytes(link.bytes)),
       cell(bytesPerSecond(link.rate)),
@@ -330,12 +330,8 @@ function replicaRow(report, replica, groups) {
   const group = fill(text.namespace, { number: groups.indexOf(replica.namespace) + 1 });
   const names = replica.from_environment.map((name) => `xavier_${name}`).join(", ");
   const left = report.routing?.loads?.[replica.replica]?.requests ?? "?";
-  return h(
-    "tr",
-    null,
-    h(
-      "th",
-      { scope: "row" },
+  return row(
+    [
       nameOf(report, replica.incarnation),
       groups.length > 1 && ` · ${group}`,
       h("div", { class: "muted small", title: text.address }, replica.address),
@@ -344,7 +340,7 @@ function replicaRow(report, replica, groups) {
       names !== "" && note(fill(text.fromEnvironment, { names })),
       replica.draining && note(fill(text.draining, { requests: left })),
       replica.stale && note(text.stale),
-    ),
+    ],
     cell(poolText(replica), false),
     cell(count(replica.holdings ?? 0)),
     cell(count(replica.requests)),
@@ -396,10 +392,8 @@ export function outcomesView(report) {
       "outcomes",
       [[text.outcome], [text.count, true]],
       [
-        h("tr", null, h("th", { scope: "row" }, text.committed), cell(count(fetches.committed))),
-        ...reasons.map(([why, times]) =>
-          h("tr", null, h("th", { scope: "row" }, fill(text.reason, { why })), cell(count(times))),
-        ),
+        row(text.committed, cell(count(fetches.committed))),
+        ...reasons.map(([why, times]) => row(fill(text.reason, { why }), cell(count(times)))),
       ],
     ),
   );
