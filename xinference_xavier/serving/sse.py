@@ -77,7 +77,7 @@ async def until_drained(messages: AsyncIterator[Message]) -> AsyncIterator[Messa
     coming: asyncio.Task[Message | None] | None = None
     try:
         while not _drains():
-            coming = coming or asyncio.ensure_future(_next(messages))
+            coming = coming or asyncio.ensure_future(anext(messages, None))
             await asyncio.wait({coming}, timeout=_LOOK)
             if coming.done():
                 sent, coming = coming.result(), None
@@ -87,10 +87,6 @@ async def until_drained(messages: AsyncIterator[Message]) -> AsyncIterator[Messa
     finally:
         if coming is not None:
             coming.cancel()
-
-
-async def _next(messages: AsyncIterator[Message]) -> Message | None:
-    return await anext(messages, None)
 
 
 def _drains() -> bool:
