@@ -1,12 +1,5 @@
 """The API process's way to the models' trackers, through xinference's supervisor, and what `doctor`
-gathers there from every process of a cluster:
-
-    {"api": info, "supervisor": info, "workers": {address: info},
-     "models": {model_uid: {"report": …, "tracker": info, "self_checks": {incarnation: …}}}}
-
-`info` is that of `process_info`, with `address` where there is an actor pool. That of the API has
-`faults`: what its xinference lacks of what we use, and whether this keeps replicas from sharing. An
-`error` stands in place of a missing part.
+gathers there from every process of a cluster (`bodies.Cluster`).
 
 Threading: event loops of API, supervisor and workers; every call has a deadline.
 """
