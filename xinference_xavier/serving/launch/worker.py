@@ -38,12 +38,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between two questions; a thousand re
 _CALL_TIMEOUT = 5.0
 
 
-async def members_of(replica: str, config: XavierConfig) -> list[Member]:
-    """The members that belong to xinference's `replica`. Raises whatever xoscar raises."""
-    members: list[Member] = await _ask_tracker(config, "members_of", replica)
-    return members
-
-
 async def _ask_tracker(config: XavierConfig, method: str, replica: str) -> Any:
     uid = tracker_uid(config.model_uid)
     return await ask(_CALL_TIMEOUT, config.tracker_address, uid, method, replica)
@@ -65,10 +59,11 @@ async def wait_until_serving(worker: Any, replica: str, config: XavierConfig, en
 
 async def _until_serving(worker: Any, replica: str, config: XavierConfig, engines: int) -> None:
     model = seam.model_on(worker, replica)
+    members: list[Member]
     pause = _FIRST_PAUSE
     while seam.model_on(worker, replica) is model:
         try:
-            members = await members_of(replica, config)
+            members = await _ask_tracker(config, "members_of", replica)
         except Exception as error:  # whatever it is, the model serves
             logger.debug("cannot ask who serves: replica=%s error=%r", replica, error)
             members = []
