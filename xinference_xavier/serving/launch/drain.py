@@ -107,14 +107,12 @@ def draining_removal(original: Method) -> Method:
     async def terminate(
         supervisor: Any, model_uid: str, replica_id: int, *args: Any, **kwargs: Any
     ) -> Any:
-        address, replica = (
-            seam.control_address(supervisor),
-            seam.replica_name(model_uid, replica_id),
-        )
+        replica = seam.replica_name(model_uid, replica_id)
         is_here = replica_id in seam.active_replicas(supervisor, model_uid)
         if not is_here or model_uid not in own_trackers(supervisor):
             return await original(supervisor, model_uid, replica_id, *args, **kwargs)
-        removal, mark = Removal(supervisor, model_uid, replica), (address, replica)
+        removal = Removal(supervisor, model_uid, replica)
+        mark = (seam.control_address(supervisor), replica)
         _draining.add(mark)
         try:
             async with Rollback() as scope:
