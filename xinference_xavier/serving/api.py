@@ -68,17 +68,14 @@ class _Routes:
     async def all_models(self, request: Request) -> JSONResponse:
         """Report of every model that shares."""
         uids = await answered("the supervisor", self._trackers.models())
-        answers = await asyncio.gather(*map(self._report_or_reason, uids))
+        found = await asyncio.gather(*map(self._report_or_reason, uids))
+        answers = dict(zip(uids, found, strict=True))
         reports = [
             self._visible(request, uid)(answer)
-            for uid, answer in zip(uids, answers, strict=True)
+            for uid, answer in answers.items()
             if isinstance(answer, dict)
         ]
-        unavailable = {
-            uid: answer
-            for uid, answer in zip(uids, answers, strict=True)
-            if isinstance(answer, str)
-        }
+        unavailable = {uid: answer for uid, answer in answers.items() if isinstance(answer, str)}
         return JSONResponse({"models": reports, "unavailable": unavailable})
 
     async def _report_or_reason(self, model_uid: str) -> dict[str, Any] | str:
