@@ -183,7 +183,7 @@ class PrefixRoutes:
         body = await request.body()
         if len(body) > MAX_BODY:
             raise HTTPException(413, f"the body has {len(body)} bytes, more than {MAX_BODY}")
-        new = await asyncio.to_thread(_checked, lambda: read_new(body))
+        new = await _refused(asyncio.to_thread(read_new, body))
         new = new._replace(tenant=tenant_of(request, new.tenant or None))
         added = await _refused(answered_for(model_uid, self._prefixes.keeper.add(model_uid, new)))
         return JSONResponse(added, 201)
@@ -228,7 +228,7 @@ class PrefixRoutes:
         """Change how it is kept. What is missing stays."""
         prefix = await self._find(model_uid, name, request)
         body = await request.body()
-        terms = _checked(lambda: read_terms(body, prefix.terms))
+        terms = await _refused(asyncio.to_thread(read_terms, body, prefix.terms))
         changed = await _refused(
             answered_for(model_uid, self._prefixes.keeper.change(prefix, terms))
         )
@@ -249,13 +249,6 @@ class PrefixRoutes:
             return self._prefixes.names.find(model_uid, tenant_of_header(request), name)
         except PrefixNotFoundError as error:
             raise not_found(error) from error
-
-
-def _checked(check: Callable[[], _T]) -> _T:
-    try:
-        return check()
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
 
 
 async def _refused(work: Awaitable[_T]) -> _T:
