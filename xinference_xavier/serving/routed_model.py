@@ -107,8 +107,8 @@ class AtLimitError(HTTPException):
     """All replicas are at their limit, and no more requests may wait. Some of xinference's handlers
     let an HTTPException pass; the others know a refusal by its text."""
 
-    def __init__(self, text: str, retry_after: int) -> None:
-        super().__init__(429, text, {"Retry-After": f"{retry_after}"})
+    def __init__(self, retry_after: int) -> None:
+        super().__init__(429, AT_LIMIT, {"Retry-After": f"{retry_after}"})
 
     def __str__(self) -> str:
         return str(self.detail)
@@ -206,7 +206,7 @@ class RoutedModel:
             if failure is Failure.FULL and not moves:
                 self._router.refuse(self._route)
         except QueueFullError as error:
-            raise AtLimitError(AT_LIMIT, error.retry_after) from error
+            raise AtLimitError(error.retry_after) from error
         return moves
 
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -321,7 +321,7 @@ async def _routed(
                 if not await router.move(route, Failure.NOT_SERVING):
                     break
     except QueueFullError as error:
-        raise AtLimitError(AT_LIMIT, error.retry_after) from error
+        raise AtLimitError(error.retry_after) from error
     except ClientGoneError as error:
         raise HTTPException(_CLIENT_CLOSED_REQUEST) from error
     except SupervisorError as error:
