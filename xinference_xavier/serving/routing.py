@@ -185,49 +185,45 @@ class Answer:
     def __init__(self, asked: Asked, send: Send) -> None:
         self._asked = asked
         self._send = send
-        self._start: Message | None = None  # that is held back
-        self._refused = False
+        self._held: tuple[Message, Route] | None = None  # the beginning, held back
+        self._retry_after = 0  # seconds, if the answer is a refusal instead
 
     async def pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start" and self._asked.route is not None:
-            self._start = message
+            self._held = message, self._asked.route
             return
-        start, self._start = self._start, None
-        if start is not None:
-            self._refused = self._retry_after > 0 and start["status"] != TOO_MANY_REQUESTS
-            if not self._refused:
-                start["headers"] = [*start.get("headers", ()), *self._headers(start)]
-                self._trace()
+        if self._held is not None:
+            (start, route), self._held = self._held, None
+            if route.retry_after and start["status"] != TOO_MANY_REQUESTS:
+                self._retry_after = route.retry_after
+            else:
+                headers = start.get("headers", ())
+                given = {name.lower() for name, _ in headers}
+                own = (header for header in route.headers() if header[0] not in given)
+                start["headers"] = [*headers, *own]
+                _trace(route)
                 await self._send(start)
-        if not self._refused:
+        if not self._retry_after:
             await self._send(message)
 
     async def end(self, scope: Message, receive: Receive) -> None:
         """The application has nothing more to send."""
-        if self._start is not None:  # the client went before the first byte
+        if self._held is not None:  # the client went before the first byte
             await self.pass_on({"type": "http.response.body", "body": b""})
-        if self._refused:
+        if self._retry_after:
             headers = {"Retry-After": str(self._retry_after)}
             refusal = JSONResponse({"detail": AT_LIMIT}, TOO_MANY_REQUESTS, headers)
             await refusal(scope, receive, self._send)
 
-    @property
-    def _retry_after(self) -> int:
-        return 0 if self._asked.route is None else self._asked.route.retry_after
 
-    def _trace(self) -> None:
-        """Note on the request's span, if xinference traces, where it went and why."""
-        route, span = self._asked.route, trace.get_current_span()
-        if route is not None and not route.retry_after and span.is_recording():
-            terms = route.choice.terms._asdict().items()
-            span.set_attribute("xavier.replica", route.replica)
-            span.set_attribute("xavier.reason", route.choice.reason)
-            span.set_attributes({f"xavier.{name}_seconds": value for name, value in terms})
-
-    def _headers(self, start: Message) -> list[tuple[bytes, bytes]]:
-        own = [] if self._asked.route is None else self._asked.route.headers()
-        given = {name.lower() for name, _ in start.get("headers", ())}
-        return [header for header in own if header[0] not in given]
+def _trace(route: Route) -> None:
+    """Note on the request's span, if xinference traces, where it went and why."""
+    span = trace.get_current_span()
+    if not route.retry_after and span.is_recording():
+        terms = route.choice.terms._asdict().items()
+        span.set_attribute("xavier.replica", route.replica)
+        span.set_attribute("xavier.reason", route.choice.reason)
+        span.set_attributes({f"xavier.{name}_seconds": value for name, value in terms})
 
 
 logger = logging.getLogger(__name__)
