@@ -7,9 +7,10 @@ import pytest
 import xoscar as xo
 
 from tests.serving.supervisors import Supervisor
-from tests.serving.text_api import TextApi
+from tests.serving.text_api import TextApi, Told
 from tests.serving.text_models import ModelProcess
 from tests.tracker_pools import create_tracker
+from xinference_xavier.routing.texts import Text
 
 
 @pytest.fixture
@@ -58,3 +59,16 @@ async def start_text_api(
 @pytest.fixture
 async def text_api(start_text_api: Callable[..., Awaitable[TextApi]]) -> TextApi:
     return await start_text_api()
+
+
+@pytest.fixture
+def told(text_api: TextApi, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """What the router was told of each request so far."""
+    route, told = text_api.cluster.router.route, []
+
+    async def note(text: Text, session: str, **how: Any) -> Any:
+        told.append(Told(text, session))
+        return await route(text, session, **how)
+
+    monkeypatch.setattr(text_api.cluster.router, "route", note)
+    return told

@@ -4,7 +4,7 @@ before model actors. There is no engine and no supervisor's process."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import xoscar as xo
@@ -15,6 +15,7 @@ from tests.frontend.cluster import Cluster
 from tests.serving.text_models import Asked, TextModel
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter, Routers
+from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.launch.supervisor import finding_replicas
 from xinference_xavier.serving.prefixes import not_found
 from xinference_xavier.serving.routing import ContentOf, add_routing
@@ -26,6 +27,13 @@ WRAPPED = ("require_model", "parse_anthropic_request", "parse_responses_request"
 
 async def no_prefixes(model_uid: str, tenant: str, name: str) -> Any:
     raise not_found(PrefixNotFoundError(f"no prefix named {name!r}"))
+
+
+class Told(NamedTuple):
+    """What a router is told of a request."""
+
+    text: Text
+    session: str
 
 
 class _Known(Routers):

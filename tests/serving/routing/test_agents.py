@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.text_routes import CHAT, route_of
-from tests.serving.text_api import TextApi
+from tests.serving.text_api import TextApi, Told
 from xinference_xavier.routing.texts import PIECE, Text
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -18,20 +18,6 @@ TOOLS = [
 ]
 CODE = "def f(x): return x\n" * 100
 SALT, MARK = {"cache_salt": "a tenant"}, {"cache_control": {"type": "ephemeral"}}
-Told = list[tuple[Text, str]]
-
-
-@pytest.fixture
-def told(text_api: TextApi, monkeypatch: pytest.MonkeyPatch) -> Told:
-    """The texts and sessions that the router was told of so far."""
-    route, told = text_api.cluster.router.route, []
-
-    async def note(text: Text, session: str, **how: Any) -> Any:
-        told.append((text, session))
-        return await route(text, session, **how)
-
-    monkeypatch.setattr(text_api.cluster.router, "route", note)
-    return told
 
 
 def text(content: str, **more: Any) -> dict[str, Any]:
@@ -81,7 +67,7 @@ def shared(first: Text, second: Text) -> int:
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}], ids=["without tools", "with tools"])
 async def test_the_next_turn_of_an_agent_begins_with_its_last_one(
-    text_api: TextApi, told: Told, more: dict[str, Any]
+    text_api: TextApi, told: list[Told], more: dict[str, Any]
 ) -> None:
     one = await ask(text_api, MESSAGES, **turn(1, **more))
     is_done(text_api)
@@ -93,7 +79,9 @@ async def test_the_next_turn_of_an_agent_begins_with_its_last_one(
     assert route_of(other) == (route_of(one)[0], "local")
 
 
-async def test_a_later_system_message_changes_the_beginning(text_api: TextApi, told: Told) -> None:
+async def test_a_later_system_message_changes_the_beginning(
+    text_api: TextApi, told: list[Told]
+) -> None:
     """xinference puts all of them first."""
     request = turn(2)
     await ask(text_api, MESSAGES, **request)
@@ -102,7 +90,7 @@ async def test_a_later_system_message_changes_the_beginning(text_api: TextApi, t
     assert len(SYSTEM) - PIECE <= shared(told[0][0], told[1][0]) <= len(SYSTEM) + PIECE
 
 
-async def test_a_chat_has_the_same_text_on_every_route(text_api: TextApi, told: Told) -> None:
+async def test_a_chat_has_the_same_text_on_every_route(text_api: TextApi, told: list[Told]) -> None:
     asked = {"role": "user", "content": CODE}
     items = {"instructions": SYSTEM, "input": [{"type": "message", **asked}]}
     await ask(text_api, CHAT, messages=[{"role": "system", "content": SYSTEM}, asked], **SALT)
@@ -114,7 +102,7 @@ async def test_a_chat_has_the_same_text_on_every_route(text_api: TextApi, told: 
     assert not {*chat.hashes} & {*of_nobody.hashes}
 
 
-async def test_an_agent_names_its_session(text_api: TextApi, told: Told) -> None:
+async def test_an_agent_names_its_session(text_api: TextApi, told: list[Told]) -> None:
     user = {"metadata": {"user_id": f"user_{'0' * 64}_account__session_of-the-body"}}
     for headers in (
         {"x-session-id": "ours", "x-claude-code-session-id": "of-the-header"},

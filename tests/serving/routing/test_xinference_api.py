@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -13,9 +13,8 @@ from fastapi.routing import APIRoute
 from xinference import extensions
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
-from tests.serving.text_api import TextApi, llm_router, no_prefixes
+from tests.serving.text_api import TextApi, Told, llm_router, no_prefixes
 from xinference_xavier.frontend.question import MAX_TEXT, prompt_text
-from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.routing import remember_texts
 from xinference_xavier.serving.seam import TEXT_ENDPOINTS
 
@@ -38,7 +37,7 @@ async def contracts(model_uid: str, tenant: str, name: str) -> Any:
 
 
 @pytest.fixture
-async def api(start_text_api: Callable[..., Awaitable[TextApi]]) -> TextApi:
+async def text_api(start_text_api: Callable[..., Awaitable[TextApi]]) -> TextApi:
     return await start_text_api(contracts)
 
 
@@ -76,68 +75,48 @@ def test_the_paths_of_text_routes_are_tested() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_every_text_route_knows_names(api: TextApi, path: str) -> None:
-    unknown = await api.ask(path, prefix_name="another")
+async def test_every_text_route_knows_names(text_api: TextApi, path: str) -> None:
+    unknown = await text_api.ask(path, prefix_name="another")
     assert (unknown.status_code, unknown.headers["x-xavier-not-found"]) == (404, "prefix")
-    assert (await api.ask(path, prefix_name=7)).status_code == 400
-    assert not await api.asked()
+    assert (await text_api.ask(path, prefix_name=7)).status_code == 400
+    assert not await text_api.asked()
 
 
 @pytest.mark.parametrize("path", PATHS[1:])
-async def test_every_route_of_chats_begins_with_what_is_named(api: TextApi, path: str) -> None:
-    assert (await api.ask(path, prefix_name="contract")).status_code == 200
-    (asked,) = await api.asked()
+async def test_every_route_of_chats_begins_with_what_is_named(text_api: TextApi, path: str) -> None:
+    assert (await text_api.ask(path, prefix_name="contract")).status_code == 200
+    (asked,) = await text_api.asked()
     assert [each["content"] for each in asked.content] == ["everybody's contract", ANY]
 
 
 async def test_a_tenants_prefix_is_of_the_salt_that_an_extension_supplies(
-    api: TextApi, tenant: str
+    text_api: TextApi, tenant: str
 ) -> None:
-    answer = await api.ask(
+    answer = await text_api.ask(
         COMPLETIONS, headers={"x-key": "mallory"}, prefix_name="contract", cache_salt="alice"
     )
     assert answer.status_code == 200, answer.text
-    (asked,) = await api.asked()
+    (asked,) = await text_api.asked()
     assert asked.content == f"{tenant}'s contracthi"
 
 
 @pytest.mark.parametrize("by", ["header", "body"])
-async def test_a_long_body_keeps_its_prefix_and_its_tenant(api: TextApi, by: str) -> None:
+async def test_a_long_body_keeps_its_prefix_and_its_tenant(text_api: TextApi, by: str) -> None:
     long = "x" * (MAX_TEXT + 1)
     headers = {"x-xavier-prefix": "contract"} if by == "header" else {}
     named = {"prefix_name": "contract"} if by == "body" else {}
-    answer = await api.ask(COMPLETIONS, long, headers, cache_salt="alice", **named)
+    answer = await text_api.ask(COMPLETIONS, long, headers, cache_salt="alice", **named)
     assert answer.status_code == 200, answer.text
-    (asked,) = await api.asked()
+    (asked,) = await text_api.asked()
     assert asked.content == f"alice's contract{long}"
-
-
-class Told(NamedTuple):
-    """What a router is told of a request."""
-
-    text: Text
-    session: str
-
-
-@pytest.fixture
-def told(api: TextApi, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
-    """What the router was told of each request so far."""
-    route, told = api.cluster.router.route, []
-
-    async def note(text: Text, session: str, **how: Any) -> Any:
-        told.append(Told(text, session))
-        return await route(text, session, **how)
-
-    monkeypatch.setattr(api.cluster.router, "route", note)
-    return told
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
 async def test_what_the_router_hashes_is_of_the_supplied_salt(
-    api: TextApi, told: list[Told], tenant: str, path: str
+    text_api: TextApi, told: list[Told], tenant: str, path: str
 ) -> None:
     more = {"instructions": "many words " * 100}
-    answer = await api.ask(path, headers={"x-key": "mallory"}, cache_salt="alice", **more)
+    answer = await text_api.ask(path, headers={"x-key": "mallory"}, cache_salt="alice", **more)
     assert answer.status_code == 200, answer.text
     body = body_of(path, "m", "hi", **more, cache_salt=tenant)
     if path == "/v1/responses":
@@ -152,7 +131,7 @@ async def test_what_the_router_hashes_is_of_the_supplied_salt(
     ids=["short", "read aside", "too long to be hashed"],
 )
 async def test_a_body_is_put_together_from_its_parts(
-    api: TextApi, told: list[Told], length: int, hashed: int
+    text_api: TextApi, told: list[Told], length: int, hashed: int
 ) -> None:
     body = {"model": "m", "prompt": "x" * length, "prompt_cache_key": "chat"}
 
@@ -162,19 +141,19 @@ async def test_a_body_is_put_together_from_its_parts(
         yield whole[1000:]
 
     headers = {"content-type": "application/json"}
-    answer = await api.client.post(COMPLETIONS, content=parts(), headers=headers)
+    answer = await text_api.client.post(COMPLETIONS, content=parts(), headers=headers)
     assert answer.status_code == 200, answer.text
     assert [(each.text.length, each.session) for each in told] == [(hashed, "chat")]
 
 
-async def test_a_named_text_is_part_of_what_is_hashed(api: TextApi, told: list[Told]) -> None:
-    await api.ask(COMPLETIONS, "x" * 3000, prefix_name="contract", cache_salt="alice")
+async def test_a_named_text_is_part_of_what_is_hashed(text_api: TextApi, told: list[Told]) -> None:
+    await text_api.ask(COMPLETIONS, "x" * 3000, prefix_name="contract", cache_salt="alice")
     whole = {"prompt": "alice's contract" + "x" * 3000, "cache_salt": "alice"}
     assert [each.text for each in told] == [prompt_text(whole)]
 
 
-async def test_a_session_may_be_named_by_a_header(api: TextApi, told: list[Told]) -> None:
-    await api.ask(COMPLETIONS, headers={"x-session-id": "chat"})
+async def test_a_session_may_be_named_by_a_header(text_api: TextApi, told: list[Told]) -> None:
+    await text_api.ask(COMPLETIONS, headers={"x-session-id": "chat"})
     assert [each.session for each in told] == ["chat"]
 
 
@@ -187,9 +166,9 @@ async def test_a_session_may_be_named_by_a_header(api: TextApi, told: list[Told]
     ],
 )
 async def test_a_name_in_a_header_is_in_utf_8_or_latin_1(
-    api: TextApi, name: str, sent: bytes
+    text_api: TextApi, name: str, sent: bytes
 ) -> None:
-    answer = await api.client.post(
+    answer = await text_api.client.post(
         COMPLETIONS, json=body_of(COMPLETIONS, "m", "hi"), headers=[(b"x-xavier-prefix", sent)]
     )
     assert answer.status_code == 404
