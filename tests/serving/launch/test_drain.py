@@ -54,10 +54,11 @@ class Answers:
         self.asked.set()
         return self.count
 
-    async def was_asked(self) -> None:
-        self.asked.clear()
-        async with asyncio.timeout(PATIENCE):
-            await self.asked.wait()
+    async def was_asked(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.asked.clear()
+            async with asyncio.timeout(PATIENCE):
+                await self.asked.wait()
 
 
 class Cluster:
@@ -101,7 +102,10 @@ class Cluster:
         assert last.event["event"] == "ReplicaDrained"
         return last.event["requests"], last.event["chunks"]
 
-    def begin(self, number: int = 0) -> asyncio.Task[int]:
+    def begin(self, number: int = 0, answers: int = 0) -> asyncio.Task[int]:
+        """Removes a replica that has so many answers to end."""
+        if answers:
+            self.answers[number].count = answers
         return asyncio.create_task(self.supervisor.terminate_model_replica("m", number))
 
 
@@ -119,10 +123,8 @@ async def cluster(supervisor: Any, address: str, tracker: Any) -> Cluster:
 
 async def test_a_replica_is_removed_once_its_answers_have_ended(cluster: Cluster) -> None:
     answers = cluster.answers[0]
-    answers.count = 2
-    removal = cluster.begin()
-    for _ in range(5):
-        await answers.was_asked()
+    removal = cluster.begin(answers=2)
+    await answers.was_asked(5)
     assert await cluster.draining() == {"m-rep0"}
     assert (cluster.removed, removal.done()) == ([], False)
     answers.count = 0
@@ -137,8 +139,7 @@ async def test_a_request_that_is_on_its_way_is_waited_for(cluster: Cluster) -> N
     removal = cluster.begin()
     await answers.was_asked()
     answers.count = 1
-    for _ in range(5):
-        await answers.was_asked()
+    await answers.was_asked(5)
     assert not removal.done()
     answers.count = 0
     await removal
@@ -149,8 +150,7 @@ async def test_a_replica_is_removed_once_its_peers_have_what_only_it_holds(
 ) -> None:
     await cluster.replicas[0].hand_over(True)
     removal = cluster.begin()
-    for _ in range(5):
-        await cluster.answers[0].was_asked()
+    await cluster.answers[0].was_asked(5)
     assert not removal.done()
     await cluster.replicas[0].hand_over(False)
     await removal
@@ -162,17 +162,14 @@ async def test_what_takes_too_long_is_not_waited_for(
 ) -> None:
     cluster = Cluster(supervisor, address)
     await cluster.start(tracker, drain=0.1)
-    cluster.answers[0].count = 2
-    assert await cluster.begin() == 2
+    assert await cluster.begin(answers=2) == 2
     assert await cluster.outcome() == (2, 5)
     (line,) = (text for text in messages(caplog) if "before its requests end" in text)
     assert "replica=m-rep0 requests=2" in line
 
 
 async def test_several_replicas_drain_at_the_same_time(cluster: Cluster) -> None:
-    for number in (0, 1):
-        cluster.answers[number].count = 1
-    removals = [cluster.begin(number) for number in (0, 1)]
+    removals = [cluster.begin(number, answers=1) for number in (0, 1)]
     for number in (0, 1):
         await cluster.answers[number].was_asked()
     assert await cluster.draining() == {"m-rep0", "m-rep1"}
@@ -183,10 +180,8 @@ async def test_several_replicas_drain_at_the_same_time(cluster: Cluster) -> None
 
 async def test_who_removes_it_again_does_not_cut_its_answers_off(cluster: Cluster) -> None:
     answers = cluster.answers[0]
-    answers.count = 1
-    removals = [cluster.begin(), cluster.begin()]
-    for _ in range(5):
-        await answers.was_asked()
+    removals = [cluster.begin(answers=1), cluster.begin(answers=1)]
+    await answers.was_asked(5)
     assert cluster.removed == []
     answers.count = 0
     first, second = await asyncio.gather(*removals, return_exceptions=True)
@@ -194,8 +189,7 @@ async def test_who_removes_it_again_does_not_cut_its_answers_off(cluster: Cluste
 
 
 async def test_a_replica_that_is_killed_is_not_waited_for(cluster: Cluster) -> None:
-    cluster.answers[0].count = 1
-    removal = cluster.begin()
+    removal = cluster.begin(answers=1)
     await cluster.answers[0].was_asked()
     await xo.destroy_actor(cluster.replicas[0])
     cluster.answers[0].dead = True
@@ -205,20 +199,17 @@ async def test_a_replica_that_is_killed_is_not_waited_for(cluster: Cluster) -> N
 async def test_without_a_tracker_nothing_is_waited_for(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster.answers[0].count = 1
     await xo.destroy_actor(cluster.tracker)
-    assert await cluster.begin() == 2
+    assert await cluster.begin(answers=1) == 2
     assert any("tracker does not answer while a replica" in text for text in messages(caplog))
 
 
 async def test_if_the_tracker_is_lost_meanwhile_answers_end_all_the_same(cluster: Cluster) -> None:
     answers = cluster.answers[0]
-    answers.count = 1
-    removal = cluster.begin()
+    removal = cluster.begin(answers=1)
     await answers.was_asked()
     await xo.destroy_actor(cluster.tracker)
-    for _ in range(5):
-        await answers.was_asked()
+    await answers.was_asked(5)
     assert not removal.done()
     answers.count = 0
     assert await removal == 2
@@ -234,8 +225,7 @@ async def test_a_replica_that_is_not_removed_gets_requests_again(cluster: Cluste
         await cluster.begin()
     assert await cluster.draining() == set()
 
-    cluster.answers[0].count = 1
-    removal = cluster.begin()
+    removal = cluster.begin(answers=1)
     await cluster.answers[0].was_asked()
     assert await cluster.draining() == {"m-rep0"}
     removal.cancel()
@@ -247,8 +237,7 @@ async def test_a_replica_that_is_not_removed_gets_requests_again(cluster: Cluste
 async def test_draining_can_be_switched_off(supervisor: Any, address: str, tracker: Any) -> None:
     cluster = Cluster(supervisor, address)
     await cluster.start(tracker, drain=0.0)
-    cluster.answers[0].count = 1
-    assert await cluster.begin() == 2
+    assert await cluster.begin(answers=1) == 2
     assert not cluster.answers[0].asked.is_set()
 
 
@@ -277,8 +266,7 @@ async def test_requests_in_turn_pass_it_over_unless_there_is_no_other(cluster: C
     async def chosen() -> str:
         return (await get_model(cluster.supervisor, "m")).uid.decode()  # type: ignore[no-any-return]
 
-    cluster.answers[0].count = 1
-    removal = cluster.begin()
+    removal = cluster.begin(answers=1)
     await cluster.answers[0].was_asked()
     assert [await chosen() for _ in range(3)] == ["m-rep1", "m-rep2", "m-rep1"]
     cluster.info.active_replica_ids = [0]
