@@ -15,7 +15,7 @@ from xinference import extensions
 
 from tests.frontend.test_keeper import MODEL, Cluster
 from tests.serving.documented import client_of_app
-from tests.serving.supervisors import api_context, ref_to
+from tests.serving.supervisors import api_context, gateway_to
 from xinference_xavier.client.client import _tenant
 from xinference_xavier.frontend import keeper
 from xinference_xavier.frontend.prefix import MAX_NAME, NewPrefix, Terms
@@ -51,8 +51,7 @@ class Model:
 class Named(Prefixes):
     def __init__(self, cluster: Cluster, home: Path) -> None:
         self.model = Model()
-        trackers: Any = SimpleNamespace(call=cluster.call)
-        super().__init__(trackers, ref_to(self), home)
+        super().__init__(gateway_to(self), home)
         self.keeper._call, self.keeper._ask = cluster.call, cluster.ask
         self.keeper._loads = cluster.loads
 

@@ -48,7 +48,7 @@ class XavierExtension:
         for feature in Feature:
             seam.works(feature)  # or a warning says why not
         trackers = TrackerGateway(context.get_supervisor_ref)
-        prefixes = Prefixes(trackers, context.get_supervisor_ref, seam.data_folder())
+        prefixes = Prefixes(trackers, seam.data_folder())
         add_routing(context, trackers.routers, prefixes.content_of)
         seam.add_middleware(context.app, Starting, prefixes=prefixes)
         add_routes(context, trackers)

@@ -51,12 +51,12 @@ class TrackerGateway:
         """All models that share, each with the addresses of its replicas' workers."""
         return dict(await self.ask_supervisor("xavier_models"))
 
-    async def ask_supervisor(self, method: str) -> Any:
+    async def ask_supervisor(self, method: str, *args: object, **how: object) -> Any:
         """Raises whatever a supervisor without this extension raises."""
 
         async def ask() -> Any:
             supervisor = await self._get_supervisor_ref()
-            return await getattr(supervisor, method)()
+            return await getattr(supervisor, method)(*args, **how)
 
         return await within(DEADLINE, ask())
 

@@ -20,7 +20,6 @@ from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.keeper import TICK, Keeper
 from xinference_xavier.frontend.names import Names, Store
 from xinference_xavier.frontend.prefix import LORA, Prefix, read_new, read_terms
-from xinference_xavier.runtime.aio import within
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
     EVENTS,
@@ -42,7 +41,6 @@ FILE = Path("xavier") / "prefixes.db"
 """In xinference's data folder."""
 MAX_SHOWN = 100
 """Names in a model's status, which is sent every second."""
-_CONNECT_DEADLINE = 5.0
 
 
 def not_found(error: PrefixNotFoundError) -> HTTPException:
@@ -60,12 +58,11 @@ def not_written(error: Exception) -> HTTPException:
 class Prefixes:
     """`home` is xinference's data folder."""
 
-    def __init__(self, trackers: TrackerGateway, get_supervisor_ref: Any, home: Path) -> None:
+    def __init__(self, trackers: TrackerGateway, home: Path) -> None:
         self.names = Names(Store(home / FILE))
         self.keeper = Keeper(self.names, trackers.call, self._ask, self._loads)
         self._trackers = trackers
         trackers.prefixes = self.status
-        self._get_supervisor_ref = get_supervisor_ref
 
     async def start(self) -> None:
         await self.names.load()
@@ -113,9 +110,7 @@ class Prefixes:
     async def _ask(
         self, model_uid: str, replica: str, content: Mapping[str, Any], tenant: str, number: str
     ) -> None:
-        supervisor = await self._get_supervisor_ref()
-        finding = supervisor.get_model(replica, xavier_replica=True)
-        model: Any = await within(_CONNECT_DEADLINE, finding)
+        model = await self._trackers.ask_supervisor("get_model", replica, xavier_replica=True)
         config: dict[str, Any] = {"max_tokens": 1}
         if tenant:
             config["cache_salt"] = tenant
