@@ -51,10 +51,6 @@ def not_read(error: Exception) -> HTTPException:
     return HTTPException(503, f"the names of prefixes cannot be read: {error}")
 
 
-def not_written(error: Exception) -> HTTPException:
-    return HTTPException(503, f"the names of prefixes cannot be changed: {error}")
-
-
 class Prefixes:
     """`home` is xinference's data folder."""
 
@@ -252,4 +248,5 @@ async def _refused(work: Awaitable[_T]) -> _T:
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
     except sqlite3.Error as error:
-        raise not_written(error) from error
+        detail = f"the names of prefixes cannot be changed: {error}"
+        raise HTTPException(503, detail) from error
