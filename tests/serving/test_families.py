@@ -316,7 +316,7 @@ def test_of_several_silent_incarnations_one_is_shown() -> None:
     assert replicas_of(scraped(gone)) == ["0"]
 
 
-def test_engines_of_one_data_parallel_replica_are_told_apart() -> None:
+def test_engines_that_were_given_one_name_are_told_apart() -> None:
     engines = [member("m-rep0", stats(requests=n), incarnation=f"e{n}") for n in (1, 2)]
     found = scraped(engines)
     assert replicas_of(found) == ["0", "0/2"]

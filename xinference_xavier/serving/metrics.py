@@ -427,7 +427,7 @@ def _named(replicas: Sequence[ReplicaStatus]) -> Iterator[tuple[str, ReplicaStat
     """Give each replica a name of its own.
 
     A restarted engine has the name of its predecessor, which stays a member for some seconds: the
-    one that does not answer is left out. Engines of one data-parallel replica share a name, too.
+    one that does not answer is left out. Without xinference, several may have been given one name.
     """
     by_name = sorted(replicas, key=lambda replica: (replica.replica, replica.incarnation))
     for name, same in itertools.groupby(by_name, key=lambda replica: replica.replica):
