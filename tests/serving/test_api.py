@@ -354,10 +354,6 @@ async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient) -> None:
         assert answer.headers["x-xavier-not-found"] == "model"
 
 
-async def test_a_tracker_lost_in_between_is_not_found(client: httpx.AsyncClient) -> None:
-    assert (await client.get(URL)).status_code == 404
-
-
 async def test_a_supervisor_that_does_not_answer_is_unavailable(
     client: httpx.AsyncClient, supervisor: Any
 ) -> None:

@@ -20,7 +20,6 @@ from xinference_xavier.client.client import _tenant
 from xinference_xavier.frontend import keeper
 from xinference_xavier.frontend.prefix import MAX_NAME, NewPrefix, Terms
 from xinference_xavier.serving import prefixes as module
-from xinference_xavier.serving import sse
 from xinference_xavier.serving.prefixes import (
     FILE,
     Prefixes,
@@ -126,15 +125,6 @@ async def test_progress_is_a_stream_of_events(
     *before, last = answer.text.strip().split("\r\n\r\n")
     assert '"state": "kept"' in last
     assert not any('"state": "kept"' in each for each in before)
-
-
-async def test_only_so_many_listen_to_progress(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sse, "MAX_LISTENERS", 0)
-    await client.post(PATH, json=GUIDE)
-    answer = await client.get(f"{PATH}/travel%20guide/events")
-    assert (answer.status_code, "streams are open" in answer.text) == (503, True)
 
 
 async def test_the_stream_of_a_name_that_is_removed_ends(

@@ -37,10 +37,6 @@ def test_the_installed_xinference_has_what_we_use() -> None:
     assert seam.faults() == []
 
 
-def test_every_feature_needs_something() -> None:
-    assert seam.NEEDS.keys() == {*Feature}
-
-
 def test_an_api_that_is_made_again_has_the_latest_wrapper_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

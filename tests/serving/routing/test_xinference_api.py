@@ -152,11 +152,6 @@ async def test_a_named_text_is_part_of_what_is_hashed(text_api: TextApi, told: l
     assert [each.text for each in told] == [prompt_text(whole)]
 
 
-async def test_a_session_may_be_named_by_a_header(text_api: TextApi, told: list[Told]) -> None:
-    await text_api.ask(COMPLETIONS, headers={"x-session-id": "chat"})
-    assert [each.session for each in told] == ["chat"]
-
-
 @pytest.mark.parametrize(
     ("name", "sent"),
     [
