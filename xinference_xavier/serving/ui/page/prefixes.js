@@ -6,7 +6,7 @@ import { group, h } from "./dom.js";
 import { count, duration, sum } from "./numbers.js";
 import { language, named } from "./settings.js";
 import { chosen, pathOf, show, state } from "./state.js";
-import { cell, note, table } from "./views.js";
+import { cell, note, row, table } from "./views.js";
 
 const NAME_TIMEOUT = 90_000; // milliseconds; the first request loads a tokenizer
 /** @type {{ busy: boolean, problem: string | null }} */
@@ -117,10 +117,8 @@ function prefixRow(prefix) {
   const text = language.words;
   const held = Math.max(0, ...Object.values(prefix.replicas).map((copy) => copy.held));
   const left = Math.max(0, prefix.expires - Date.now() / 1000);
-  return h(
-    "tr",
-    { "data-state": prefix.state },
-    h("th", { scope: "row" }, prefix.name),
+  return row(
+    prefix.name,
     h(
       "td",
       null,
