@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
 from xinference_xavier.frontend.prefix import check_tenant
+from xinference_xavier.runtime.aio import UNREACHABLE
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.bodies import Refusal
-from xinference_xavier.serving.gateway import UNREACHABLE
 from xinference_xavier.stats.answers import SALT_HEADER
 
 MODEL = "/v1/xavier/{model_uid}"

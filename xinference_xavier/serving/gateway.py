@@ -16,7 +16,7 @@ from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.model_router import Routers
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
-from xinference_xavier.runtime.aio import retrieve, within
+from xinference_xavier.runtime.aio import UNREACHABLE, retrieve, within
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.serving import seam
 from xinference_xavier.stats.report import report
@@ -25,7 +25,6 @@ from xinference_xavier.tracker.fanout import SELF_CHECK_DEADLINE
 
 DEADLINE = 10.0
 """Seconds for any answer except an explanation."""
-UNREACHABLE = (OSError, TimeoutError, xo.ServerClosed)
 
 
 class _Reading(NamedTuple):

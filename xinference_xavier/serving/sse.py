@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-import xoscar as xo
 from fastapi import HTTPException
 from sse_starlette.sse import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import UNREACHABLE, within
 from xinference_xavier.serving import seam
-from xinference_xavier.serving.gateway import DEADLINE, UNREACHABLE, TrackerGateway
+from xinference_xavier.serving.gateway import DEADLINE, TrackerGateway
 
 STATUS_INTERVAL = 1.0
 RETRY_PAUSE = 1.0
@@ -123,7 +122,7 @@ async def live(
             yield message("gone", {"detail": error.reason})
             return
         # A tracker that has ended may have a successor; if not, the next session finds out.
-        except (*UNREACHABLE, xo.ActorNotExist):
+        except UNREACHABLE:
             if available:
                 available = False
                 detail = f"the tracker of {model_uid!r} does not answer"
