@@ -56,7 +56,7 @@ class Serving:
         assert found is not None
         self.route, self.first = found, found.replica
         self.chosen = self.replicas[self.first]
-        (self.other,) = self.replicas.keys() - {self.first}
+        self.other, *_ = self.replicas.keys() - {self.first}
         self.model = RoutedModel(self.cluster.router, found, self.chosen.model, self.connect)
         return self
 
@@ -347,20 +347,17 @@ async def test_a_divided_request_that_moves_is_marked_for_the_other_replica() ->
         cluster.serving = cluster.serving._replace(role=role, prefill_threshold=0, mark_key=name)
         cluster.join(name)
     serving = Serving(cluster)
-    serving.replicas = {each: await Replica().start(each) for each in ("prefill", "d-0", "d-1")}
-    asked = await cluster.router.route(document("d"), whole=False)
-    assert asked is not None
+    await serving.start("prefill", "d-0", "d-1", text=document("d"), whole=False)
     await serving.replicas["prefill"].model.prepare(hangs=True)
-    await serving.replicas[first := asked.replica].stop()
-    model = RoutedModel(cluster.router, asked, await serving.connect(first), serving.connect)
-    answer = await model.generate("text", {}, request_id="r")
-    assert text_of(answer) == f"by {asked.replica}" != f"by {first}"
-    (name,) = await serving.asked(asked.replica)
-    assert mark_of(name, asked.replica) is not None
+    await serving.chosen.stop()
+    answer, another = await serving.generate(request_id="r"), serving.route.replica
+    assert answer == f"by {another}" != f"by {serving.first}"
+    (name,) = await serving.asked(another)
+    assert mark_of(name, another) is not None
     assert cluster.router.loads()["prefill"].requests == 1
-    await model.abort_request("r")
-    assert await serving.replicas[asked.replica].model.aborted() == [name]
-    cluster.router.end(asked)
+    await serving.model.abort_request("r")
+    assert await serving.replicas[another].model.aborted() == [name]
+    cluster.router.end(serving.route)
     assert cluster.router.loads()["prefill"].requests == 0
     await serving.stop()
 
