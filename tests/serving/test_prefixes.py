@@ -223,22 +223,22 @@ async def test_a_body_that_is_too_long(
     assert (await client.post(PATH, json=GUIDE)).status_code == 413
 
 
+def broken(*_: object) -> Any:
+    raise sqlite3.OperationalError("disk I/O error")
+
+
 async def test_a_file_that_cannot_be_written(
     started: Named, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.post(PATH, json=GUIDE)
-
-    def full(*args: object) -> Any:
-        raise sqlite3.OperationalError("database or disk is full")
-
     for method in ("_add", "_delete"):
-        monkeypatch.setattr(started.names._store, method, full)
+        monkeypatch.setattr(started.names._store, method, broken)
     for answer in (
         await client.post(PATH, json=GUIDE),
         await client.delete(f"{PATH}/travel%20guide"),
     ):
         assert answer.status_code == 503
-        assert "the names of prefixes cannot be changed: database or disk is full" in answer.text
+        assert "the names of prefixes cannot be changed: disk I/O error" in answer.text
     assert await names(client) == ["travel guide"]
 
 
@@ -323,12 +323,8 @@ async def test_while_names_cannot_be_read_a_request_is_told_so(
         await prefixes.content_of(MODEL, "", "guide")
     await prefixes.start()
     await prefixes.names.add(MODEL, STORED)
-
-    def fails(*args: object) -> Any:
-        raise sqlite3.OperationalError("disk I/O error")
-
     with monkeypatch.context() as patch:
-        patch.setattr(prefixes.names._store, "_version", fails)
+        patch.setattr(prefixes.names._store, "_version", broken)
         with pytest.raises(HTTPException, match="503: the names of prefixes cannot be read: disk"):
             await prefixes.content_of(MODEL, "", "guide")
     assert await prefixes.content_of(MODEL, "", "guide") == STORED.content
