@@ -70,14 +70,12 @@ async def _nobody() -> Any:
     raise AssertionError("nothing calls the supervisor")
 
 
-def api_context(
-    auth_service: Any = None, get_supervisor_ref: Callable[[], Awaitable[Any]] = _nobody
-) -> APIExtensionContext:
+def api_context(auth_service: Any = None) -> APIExtensionContext:
     """What an API hands to an extension. With an `auth_service`, it requires authentication."""
     return APIExtensionContext(
         app=FastAPI(),
         router=APIRouter(),
         auth_service=auth_service,
         auth_enabled=auth_service is not None,
-        get_supervisor_ref=get_supervisor_ref,
+        get_supervisor_ref=_nobody,
     )

@@ -95,15 +95,15 @@ def value(found: Samples, family: str, **labels: str) -> Any:
     return values[0]
 
 
-def replicas_of(found: Samples, family: str = "replica_up") -> list[str]:
-    return [labels["replica_index"] for labels, _ in found[family]]
+def replicas_of(found: Samples) -> list[str]:
+    return [labels["replica_index"] for labels, _ in found["replica_up"]]
 
 
-def fetched(*ended: tuple[str | None, float, int], transport: str = "gloo") -> dict[str, Any]:
+def fetched(*ended: tuple[str | None, float, int]) -> dict[str, Any]:
     figures = FetchStats()
     for reason, seconds, size in ended:
         figures.ended(reason, seconds, size)
-    return stats(fetches={"by_transport": {transport: asdict(figures)}})
+    return stats(fetches={"by_transport": {"gloo": asdict(figures)}})
 
 
 def test_each_figure_has_its_metric() -> None:
