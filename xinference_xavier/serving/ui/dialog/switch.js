@@ -83,14 +83,14 @@ class ShareSwitch {
     this.#button.setAttribute("aria-describedby", identified(this.#note));
     this.#button.addEventListener("click", () => this.#turn());
     this.#backend.changed((chosen) => this.#choose(chosen));
-    this.#pool.changed((typed) => this.#change(POOL, typed));
-    this.#queue.changed((typed) => this.#change(QUEUE, typed));
+    this.#pool.changed((typed) => this.#change({ [POOL]: typed }));
+    this.#queue.changed((typed) => this.#change({ [QUEUE]: typed }));
     this.#queue.input.inputMode = "numeric";
     this.#transport.changed((chosen) =>
-      this.#change(TRANSPORT, chosen === TRANSPORTS[0] ? null : chosen),
+      this.#change({ [TRANSPORT]: chosen === TRANSPORTS[0] ? null : chosen }),
     );
     this.#routing.changed((chosen) =>
-      this.#change(ROUTING, chosen === ROUTINGS[0] ? null : chosen),
+      this.#change({ [ROUTING]: chosen === ROUTINGS[0] ? null : chosen }),
     );
     this.unsubscribe = form.subscribe(() => this.show());
     this.show();
@@ -148,11 +148,10 @@ class ShareSwitch {
         ),
       );
       const gone = Object.keys(this.#before).map((name) => [name, null]);
-      setParameters(this.form, { [ENABLE]: null, ...Object.fromEntries(gone) });
+      this.#change({ [ENABLE]: null, ...Object.fromEntries(gone) });
     } else {
-      setParameters(this.form, { [ENABLE]: "true", ...this.#before });
+      this.#change({ [ENABLE]: "true", ...this.#before });
     }
-    this.edited();
   }
 
   /**
@@ -166,19 +165,15 @@ class ShareSwitch {
     const gone = backend === "builtin" ? OWN_OPTIONS : [];
     for (const name of gone) parameters.delete(name);
     const unsaid = backendOf(values, parameters) === backend;
-    setParameters(this.form, {
+    this.#change({
       ...Object.fromEntries(gone.map((name) => [name, null])),
       [BACKEND]: unsaid ? null : backend,
     });
-    this.edited();
   }
 
-  /**
-   * @param {string} name
-   * @param {string | null} value
-   */
-  #change(name, value) {
-    setParameters(this.form, { [name]: value });
+  /** @param {Record<string, string | null>} changes */
+  #change(changes) {
+    setParameters(this.form, changes);
     this.edited();
   }
 
