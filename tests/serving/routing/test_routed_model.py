@@ -186,22 +186,16 @@ async def left(serving: Serving) -> None:
             pass
 
 
-async def test_an_abandoned_stream_is_closed_and_leaves_its_place(serving: Serving) -> None:
-    stream = await serving.stream()
-    await anext(stream)
-    await stream.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
-    await left(serving)
-
-
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
-async def test_a_stream_that_is_closed_before_its_first_item_leaves_its_place(
-    serving: Serving, kept: bool
+async def test_an_abandoned_stream_is_closed_and_leaves_its_place(
+    serving: Serving, kept: bool, begun: bool
 ) -> None:
     """`cache_control` and `prompt_cache_retention` put a stream around it."""
     asked: Any = ModelProxy(serving.model, prompt_s=60.0) if kept else serving.model
     stream = await asked.chat([], STREAM)
+    if begun:
+        await anext(stream)
     await stream.aclose()
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
