@@ -479,20 +479,19 @@ def note_chats(note: Callable[[Mapping[str, Any]], None]) -> None:
     """Tell `note` of the chat that xinference makes of a request in Anthropic's form, or in that of
     OpenAI's responses, before it looks for the model. It may run in another thread."""
 
-    def noting(chat_of: Callable[[Any], Mapping[str, Any]]) -> Callable[[Any], Any]:
-        def wrap(parse: Any) -> Any:
-            @functools.wraps(parse)
-            def noting(body: Any) -> Any:
-                found = parse(body)
-                note(chat_of(found))
-                return found
+    def noting(chat_of: Callable[[Any], Mapping[str, Any]], parse: Any) -> Any:
+        @functools.wraps(parse)
+        def noting(body: Any) -> Any:
+            found = parse(body)
+            note(chat_of(found))
+            return found
 
-            return noting
+        return noting
 
-        return wrap
-
-    _wrap_anew("parse_anthropic_request", noting(lambda found: found.to_openai_body()))
-    _wrap_anew("parse_responses_request", noting(lambda found: found.chat_body))
+    _wrap_anew(
+        "parse_anthropic_request", functools.partial(noting, lambda found: found.to_openai_body())
+    )
+    _wrap_anew("parse_responses_request", functools.partial(noting, lambda found: found.chat_body))
 
 
 def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:
