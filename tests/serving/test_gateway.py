@@ -177,6 +177,18 @@ async def test_a_model_without_a_tracker_does_not_hide_the_others(
     assert set(models["m"]["self_checks"]) == {"gone"}
 
 
+async def test_only_a_supervisor_knows_whether_a_model_shares(address: str) -> None:
+    """One that has just restarted has no actor yet, and its models are not gone."""
+    supervisor = await xo.create_actor(Supervisor, {}, address=address)
+    trackers = gateway_to(supervisor)
+    await supervisor.put("lost")
+    with pytest.raises(NotFoundError, match="'lost' does not share its cache here"):
+        await trackers.find("lost")
+    await xo.destroy_actor(supervisor)
+    with pytest.raises(xo.ActorNotExist):
+        await trackers.find("lost")
+
+
 async def test_a_supervisor_without_the_extension_is_an_error_and_the_rest_is_empty(
     address: str,
 ) -> None:

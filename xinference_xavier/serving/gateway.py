@@ -65,12 +65,10 @@ class TrackerGateway:
         async def ask() -> Any:
             supervisor = await self._get_supervisor_ref()
             address = await supervisor.xavier_tracker_address(model_uid)
-            return await xo.actor_ref(
-                address=reachable_address(address, via=supervisor.address),
-                uid=tracker_uid(model_uid),
-            )
+            reachable = reachable_address(address, via=supervisor.address)
+            return await _found(model_uid, xo.actor_ref(reachable, tracker_uid(model_uid)))
 
-        return await _found(model_uid, within(DEADLINE, ask()))
+        return await within(DEADLINE, ask())
 
     async def call(
         self, model_uid: str, method: str, *args: object, deadline: float = DEADLINE

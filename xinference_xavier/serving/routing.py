@@ -103,12 +103,15 @@ class Asked:
             raise HTTPException(400, str(error)) from error
 
     async def body(self) -> Mapping[str, Any]:
-        """The body, as xinference has read it when it asks for a model, with the salt that counts.
+        """The fields that xinference has read when it asks for a model, with the salt that counts.
         Raises HTTPException."""
         if self._body is None:
             assert self.request is not None
             body = await self.request.json()
-            body = body if isinstance(body, dict) else {}
+            body = dict(body) if isinstance(body, dict) else {}
+            completes = _name(self.request.scope["route"]) == seam.COMPLETION
+            for ignored in ("messages", "input") if completes else ("prompt",):
+                body.pop(ignored, None)
             self._body = {**body, SALT: tenant_of(self.request, body.get(SALT))}
         return self._body
 
@@ -290,10 +293,13 @@ def routing_require(original: Require, routers: Routers, content_of: ContentOf) 
 async def _model_of(get_supervisor_ref: Any, replica: str) -> Any:
     """A reference to the model actor of a replica. Raises ReplicaNotServingError; SupervisorError
     says nothing about the replica."""
-    try:
+
+    async def find() -> Any:
         supervisor = await get_supervisor_ref()
-        call = supervisor.get_model(replica, xavier_replica=True)
-        model = await within(_CONNECT_DEADLINE, call)
+        return await supervisor.get_model(replica, xavier_replica=True)
+
+    try:
+        model = await within(_CONNECT_DEADLINE, find())
     except ReplicaNotServingError:
         raise
     except Exception as error:

@@ -433,8 +433,8 @@ def defined_packages(launch: Mapping[str, Any]) -> list[str]:
 
 # -- the API ---------------------------------------------------------------------------------------
 
-MESSAGE = "create_message"
-TEXT_ENDPOINTS = {"create_chat_completion", "create_completion", MESSAGE, "create_response"}
+COMPLETION, MESSAGE = "create_completion", "create_message"
+TEXT_ENDPOINTS = {"create_chat_completion", COMPLETION, MESSAGE, "create_response"}
 """xinference's functions that answer with a text, at whatever paths."""
 
 

@@ -17,6 +17,7 @@ from PIL import UnidentifiedImageError
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.serving.text_api import Supervisor, TextApi
+from xinference_xavier.errors import SupervisorError
 from xinference_xavier.protocol.prefixes import Keeping, keeping_of
 from xinference_xavier.routing.router import Router
 from xinference_xavier.serving import routing
@@ -277,6 +278,14 @@ async def test_a_supervisor_that_does_not_answer_is_not_held_against_a_replica(
     assert {each.headers["x-xavier-replica"] for each in answers} == {*text_api.models}
 
 
+async def test_a_supervisor_that_cannot_be_found_ends_the_search_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routing, "_CONNECT_DEADLINE", 0.01)
+    with pytest.raises(SupervisorError, match="does not say where replica m-rep0 is"):
+        await routing._model_of(silent, "m-rep0")
+
+
 async def test_routed_requests_keep_xinferences_correlation_id(text_api: TextApi) -> None:
     for path in TEXT_ROUTES:
         answer = await text_api.ask(path)
@@ -394,6 +403,7 @@ async def named(model_uid: str, tenant: str, name: str) -> Any:
                 ("poets", "'poets' belongs to adapter 'poet'"),
             )
         ),
+        (CHAT, "story", {"prompt": "ignored"}, "'story' has a prompt; use it on the route of"),
     ],
 )
 async def test_a_prefix_of_another_kind_or_adapter_is_a_400_with_its_reason(
