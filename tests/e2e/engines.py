@@ -1,16 +1,15 @@
-"""Engines that are always short of room, and what their tracker knows about them."""
+"""Engines that are always short of room."""
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.gates import FOLDER
 from tests.harness.engines import CHUNK, Engine, Kind
-from tests.harness.replicas import TrackerProcess, wait_until
 from xinference_xavier.config import XavierConfig
 
 CHUNKS = 5
@@ -41,33 +40,6 @@ def fine_tune(folder: Path, to: Path) -> Path:
             weights[name] = np.ascontiguousarray(tensor[::-1])
     save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
     return to
-
-
-class Known(NamedTuple):
-    """What the tracker knows about a replica."""
-
-    namespace: str
-    holdings: int
-    stats: dict[str, Any]
-
-
-class Tracker(TrackerProcess):
-    """A tracker in a process, for the engines of one test module."""
-
-    def known(self, name: str) -> Known:
-        """Ask for the replica's current figures; wait while it is between two namespaces."""
-        found: list[Known] = []
-
-        def look() -> bool:
-            for namespace, known in self.call("status")["namespaces"].items():
-                for replica in known["replicas"]:
-                    stats = replica["stats"]
-                    if replica["incarnation"] == name and "stale" not in stats:
-                        found.append(Known(namespace, replica["holdings"], stats))
-            return bool(found)
-
-        wait_until(look, f"{name} is a member", interval=0.02)
-        return found[-1]
 
 
 class GatedEngine(Engine):

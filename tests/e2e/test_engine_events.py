@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,6 @@ from tests.e2e.engines import (
     POOL_ROWS,
     ROW_BYTES,
     GatedEngine,
-    Known,
-    Tracker,
     engine_alone,
     fine_tune,
     prompt,
@@ -29,7 +28,7 @@ from tests.e2e.engines import (
 from tests.e2e.gates import Gate, closed
 from tests.harness.engines import ANSWER_PATIENCE, CHUNK, Answer, Engine
 from tests.harness.remote import RemoteError
-from tests.harness.replicas import MODEL, wait_until
+from tests.harness.replicas import MODEL, TrackerProcess, wait_until
 from xinference_xavier.config import XavierConfig
 
 pytestmark = pytest.mark.long
@@ -54,7 +53,7 @@ class Cluster:
     def __init__(self, original: Path, folder: Path, *, asynchronous: bool) -> None:
         self.original = original
         self.tuned = fine_tune(original, folder / "tuned")
-        self.tracker = Tracker()
+        self.tracker = TrackerProcess()
         config = XavierConfig(
             model_uid=MODEL,
             tracker_address=self.tracker.address,
@@ -113,14 +112,22 @@ class Cluster:
 
     # -- what the tracker knows ---------------------------------------------------------------
 
-    def known(self, engine: Engine) -> Known:
-        return self.tracker.known(engine.name)
+    def known(self, engine: Engine) -> dict[str, Any]:
+        """Its current status; wait while it is between two namespaces."""
+        found: dict[str, Any] = {}
+
+        def look() -> bool:
+            found.update(self.tracker.replicas().get(engine.name, {}))
+            return bool(found) and "stale" not in found["stats"]
+
+        wait_until(look, f"{engine.name} is a member", interval=0.02)
+        return found
 
     def wait_for_pool(self, engine: Engine, **counts: int) -> None:
         """Wait until the engine's pool has so many rows in these states."""
 
         def has() -> bool:
-            pool = self.known(engine).stats["pool"]
+            pool = self.known(engine)["stats"]["pool"]
             return all(pool[state] == rows for state, rows in counts.items())
 
         wait_until(has, f"{engine.name} has {counts}", interval=0.02)
@@ -135,20 +142,20 @@ class Cluster:
     def serves(self, engine: Engine, grants: int = 1) -> None:
         """Wait until the engine has granted rows."""
         wait_until(
-            lambda: self.known(engine).stats["grants"]["live"] == grants,
+            lambda: self.known(engine)["stats"]["grants"]["live"] == grants,
             f"{engine.name} has {grants} grants",
             interval=0.02,
         )
 
     def hold(self, engine: Engine, asked: Sequence[int], weights: Path) -> None:
         """Have `engine` compute the prompt, and wait until the other one knows."""
-        held = self.known(engine).holdings
+        held = self.known(engine)["holdings"]
         self.ask(engine, asked, weights)
         (other,) = (each for each in self.engines if each is not engine)
         wait_until(
             lambda: (
-                self.known(engine).holdings == held + CHUNKS
-                and self.known(other).stats["mirror"]["keys"] == held + CHUNKS
+                self.known(engine)["holdings"] == held + CHUNKS
+                and self.known(other)["stats"]["mirror"]["keys"] == held + CHUNKS
             ),
             f"{other.name} knows what {engine.name} holds",
             interval=0.02,
@@ -170,13 +177,13 @@ class Cluster:
     def reset(self, engine: Engine) -> bool:
         """Void everything computed, including running requests' blocks. Wait until the engine is in
         a namespace of its own, because nobody can set its weights version while it moves."""
-        before = self.known(engine).namespace
+        before = self.known(engine)["namespace"]
         done: bool = engine.call(
             "reset_prefix_cache", reset_running_requests=True, reset_connector=True
         )
         if done:
             wait_until(
-                lambda: self.known(engine).namespace != before,
+                lambda: self.known(engine)["namespace"] != before,
                 f"{engine.name} is in a namespace of its own",
                 interval=0.02,
             )
@@ -193,12 +200,12 @@ class Cluster:
         their own after each reset."""
         for engine in self.engines:
             wait_until(
-                lambda engine=engine: self.known(engine).stats["not_sharing"] is None,
+                lambda engine=engine: self.known(engine)["stats"]["not_sharing"] is None,
                 f"{engine.name} compared itself with its peer",
                 interval=0.02,
             )
         a, b = map(self.known, self.engines)
-        assert a.namespace == b.namespace
+        assert a["namespace"] == b["namespace"]
 
     def start_over(self) -> None:
         """Give both engines empty caches and the first weights, and let them share."""
@@ -366,7 +373,7 @@ class TestWeightUpdate:
         }  # fmt: skip
         cluster.wait_until_compared()
         wait_until(
-            lambda: cluster.known(b).stats["mirror"]["keys"] == CHUNKS, "b knows what a holds"
+            lambda: cluster.known(b)["stats"]["mirror"]["keys"] == CHUNKS, "b knows what a holds"
         )
         assert cluster.ask(b, asked, cluster.tuned).cached == WHOLE
         cluster.nothing_is_left()
@@ -438,7 +445,9 @@ class TestShortOfRoom:
         """All requests are served, and none fetches the same rows twice."""
         prompts = [fresh() for _ in range(3 * POOL_ROWS // CHUNKS)]
         orders = (prompts, prompts[len(prompts) // 2 :] + prompts[: len(prompts) // 2])
-        started = [cluster.known(engine).stats["fetches"]["started"] for engine in cluster.engines]
+        started = [
+            cluster.known(engine)["stats"]["fetches"]["started"] for engine in cluster.engines
+        ]
         for _ in range(2):
             rounds = [
                 [engine.ask(each, 4) for each in order]
@@ -448,7 +457,7 @@ class TestShortOfRoom:
                 for each, answer in zip(order, answers, strict=True):
                     cluster.check(answer.result(ANSWER_PATIENCE), each, cluster.original)
         for engine, before in zip(cluster.engines, started, strict=True):
-            fetches = cluster.known(engine).stats["fetches"]["started"] - before
+            fetches = cluster.known(engine)["stats"]["fetches"]["started"] - before
             assert fetches <= 2 * len(prompts)
         cluster.nothing_is_left()
 
@@ -463,7 +472,7 @@ class TestPrefillRate:
             began = time.monotonic()
             a.answer(asked, tokens=1)
             seen.append(len(asked) / (time.monotonic() - began))
-        believed = cluster.known(a).stats["prefill_tokens_per_s"]
+        believed = cluster.known(a)["stats"]["prefill_tokens_per_s"]
         assert 0.5 < believed / statistics.median(seen) < 3
 
 

@@ -17,9 +17,9 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
-from tests.e2e.engines import CHUNKS, POOL_ROWS, ROW_BYTES, GatedEngine, Tracker, prompt
+from tests.e2e.engines import CHUNKS, POOL_ROWS, ROW_BYTES, GatedEngine, prompt
 from tests.harness.engines import CHUNK
-from tests.harness.replicas import MODEL, wait_until
+from tests.harness.replicas import MODEL, TrackerProcess, wait_until
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.protocol.tracker import unpack
 
@@ -62,7 +62,7 @@ class Router:
 class Publisher:
     """An engine, and a router that listens to it."""
 
-    def __init__(self, name: str, model: Path, tracker: Tracker, folder: Path) -> None:
+    def __init__(self, name: str, model: Path, tracker: TrackerProcess, folder: Path) -> None:
         endpoint = f"ipc://{folder / name}"
         config = XavierConfig(
             model_uid=MODEL,
@@ -101,7 +101,7 @@ class Publisher:
 
 @pytest.fixture
 def two(model_folder: Path, tmp_path: Path) -> Iterator[list[Publisher]]:
-    tracker = Tracker()
+    tracker = TrackerProcess()
     started = [Publisher(name, model_folder, tracker, tmp_path) for name in ("a", "b")]
     try:
         for each in started:

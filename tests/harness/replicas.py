@@ -363,9 +363,12 @@ class TrackerProcess(Remote):
         return told
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """The current status of each replica, by its incarnation."""
-        namespaces = self.call("status")["namespaces"].values()
-        return {each["incarnation"]: each for known in namespaces for each in known["replicas"]}
+        """The current status of each replica, with its namespace, by its incarnation."""
+        return {
+            each["incarnation"]: each | {"namespace": namespace}
+            for namespace, known in self.call("status")["namespaces"].items()
+            for each in known["replicas"]
+        }
 
     def holdings(self) -> int:
         """Chunks that replicas have published."""

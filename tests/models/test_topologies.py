@@ -4,7 +4,6 @@ import functools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -59,18 +58,8 @@ def test_tensor_parallel_engines_share_with_their_like_only(llama: Path) -> None
         assert second[0].cached == engines.hits(SECOND)["remote"] == whole_chunks(PROMPT)
         assert (cold[0].cached, engines.hits("alone")["remote"]) == (0, 0)
         assert max(difference(cold, answer) for answer in (first, second)) < TOLERANCE
-        namespaces = {name: each["namespace"] for name, each in members(fleet).items()}
+        namespaces = {name: each["namespace"] for name, each in fleet.replicas().items()}
         assert namespaces[FIRST] == namespaces[SECOND] != namespaces["alone"]
-
-
-def members(fleet: Fleet) -> dict[str, dict[str, Any]]:
-    """All replicas, each with its namespace."""
-    found = fleet.tracker.call("status")["namespaces"]
-    return {
-        replica["incarnation"]: replica | {"namespace": namespace}
-        for namespace, known in found.items()
-        for replica in known["replicas"]
-    }
 
 
 class Ranks(Fleet):
