@@ -32,7 +32,7 @@ from examples.processes import until
 from tests.harness.remote import PATIENCE, Remote, obey, serve_actors
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.pool import Pool, PoolCounts, shared_keys
+from xinference_xavier.pool.pool import Pool, PoolCounts, Row, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load
@@ -216,17 +216,15 @@ class _Inside:
     def arrived(self) -> int:
         """How many rows of the current fetch have arrived in full."""
         assert self.fetching is not None
-        return sum(
-            np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
-            for row in self.fetching.rows
-        )
+        return sum(map(self._is_right, self.fetching.rows))
 
     def filled(self) -> int:
         """How many rows of the pool have the right bytes, whatever their state."""
-        return sum(
-            np.array_equal(self.region.row(row.slot), content(row.key, self.region.row_bytes))
-            for row in self.pool.rows()
-        )
+        return sum(map(self._is_right, self.pool.rows()))
+
+    def _is_right(self, row: Row) -> bool:
+        right = content(row.key, self.region.row_bytes)
+        return np.array_equal(self.region.row(row.slot), right)
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """Evict exactly these chunks, as if the pool had run out of room."""
@@ -252,14 +250,8 @@ class _Inside:
 
     def wrong_rows(self) -> list[bytes]:
         """Keys of READY rows with wrong bytes."""
-        wrong = []
-        for key in shared_keys(self.pool):
-            row = self.pool.lookup(key)
-            if row is not None:
-                right = content(key, self.region.row_bytes)
-                if not np.array_equal(self.region.row(row.slot), right):
-                    wrong.append(key)
-        return wrong
+        ready = filter(None, map(self.pool.lookup, shared_keys(self.pool)))
+        return [row.key for row in ready if not self._is_right(row)]
 
     def raw_row(self, key: bytes) -> bytes:
         row = self.pool.lookup(key)
