@@ -57,10 +57,7 @@ def ask_replica(
         answer = json.loads(await model.generate(prompt, options, raw_params=dict(options)))
         return Completion.of(answer, time.perf_counter() - begin)
 
-    async def ask_in_time() -> Completion:
-        return await asyncio.wait_for(ask(), ANSWER_TIMEOUT)
-
-    return asyncio.run(ask_in_time())
+    return asyncio.run(asyncio.wait_for(ask(), ANSWER_TIMEOUT))
 
 
 class SeparateCluster(LocalCluster):
