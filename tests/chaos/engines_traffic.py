@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 
 
 class Traffic:
-    """Belongs to one event loop; other threads read its figures, `pause` and `resume` it."""
+    """Belongs to one event loop; other threads read its figures and `pause` it."""
 
     def __init__(self, fleet: Fleet, expected: Mapping[Question, Expected], seed: int) -> None:
         self._fleet = fleet
@@ -58,9 +58,6 @@ class Traffic:
 
     def pause(self) -> None:
         self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     @property
     def in_flight(self) -> int:

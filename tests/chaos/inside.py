@@ -29,7 +29,6 @@ from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.replica.disk import Disk
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.peer_tier import DiskTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import aio
@@ -43,17 +42,13 @@ class View(StillEngine):
 
     def __init__(self, scheduler: Scheduler, comparable: bool, drain: float) -> None:
         super().__init__()
-        self._named = scheduler.named
         self.sketch = (lambda key: None) if comparable else None
         self.stats = scheduler.manager.stats
         self.work_on_probes = scheduler.manager.probes.work
         self.take_finished = partial(take_all, scheduler.manager.finished)
-        self.take_computed = self._take_computed
+        self.take_computed = partial(take_all, scheduler.named)
         serving = Serving(CHUNK_TOKENS, ROW_BYTES, drain=drain)
         self.load = lambda: Load(serving, 0, None, 0)
-
-    def _take_computed(self) -> tuple[ComputedPrefix, ...]:
-        return tuple(self._named.popleft() for _ in range(len(self._named)))
 
 
 class Inside:
@@ -226,12 +221,9 @@ class Inside:
 
         evicted = self.scheduler.call(evict)
         threading.Event().wait(seconds)
-        tier = self.replica.tier
-        self.scheduler.call(lambda: tier.on_evicted([k for k in evicted if not self._has(k)]))
+        tier, holds = self.replica.tier, self.pool.holds
+        self.scheduler.call(lambda: tier.on_evicted([k for k in evicted if not holds(k)]))
         return len(evicted)
-
-    def _has(self, key: bytes) -> bool:
-        return self.pool.holds(key)
 
     def is_full(self, seconds: float) -> None:
         """Pin all rows for a while, so that nothing can be evicted."""

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from examples.processes import until
+from tests.harness.replicas import CHUNK_TOKENS, MODEL
 from xinference_xavier.frontend.keeper import Keeper
 from xinference_xavier.frontend.names import Names, Store
 from xinference_xavier.frontend.prefix import Copies, NewPrefix, Retention, Terms
 from xinference_xavier.stats.schema import KnownLoad
 
-MODEL = "model"
 CHUNKS = 8
 """The length of each prefix; the smallest pool keeps three of them firmly."""
-CHUNK_TOKENS = 128
 KEPT: dict[str, tuple[Retention, Copies]] = {
     "everywhere": ("hard", "all"),
     "somewhere": ("hard", 1),
