@@ -6,7 +6,7 @@ undoes whatever would last. If it concerns one replica, that replica is up when 
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import psutil
@@ -14,7 +14,7 @@ import psutil
 from examples.processes import until
 from tests.chaos import disk
 from tests.chaos.cluster import DRAIN, FETCH_TIMEOUT, Cluster
-from tests.chaos.schedule import Step
+from tests.chaos.schedule import Step, Weights
 from tests.chaos.tracker import LEASE
 from tests.chaos.transport import EFFECTS, OF_CONSUMER, bring_about, suspend
 from tests.faults import Order, order, withdraw
@@ -32,6 +32,21 @@ def _wait(seconds: float) -> None:
 
 
 # -- of the transport -------------------------------------------------------------------------
+
+_OF_TRANSPORT: Weights = {
+    Order.DAMAGE: 60,
+    Order.SWAP: 50,
+    Order.LATE: 25,
+    Order.OVERSIZE: 8,
+    Order.REFUSE: 40,
+    Order.STRANGER: 30,
+    Order.DIE_RECEIVING: 8,
+    Order.STALL: 30,
+    Order.TOO_FEW: 30,
+    Order.SLOW: 50,
+    Order.CUT: 40,
+    Order.DIE_SENDING: 8,
+}
 
 
 def _of_transport(fault: Order) -> Kind:
@@ -283,37 +298,55 @@ def _other_weights(cluster: Cluster, step: Step) -> bool:
     return True
 
 
-KINDS: Mapping[str, Kind] = {
-    **{fault: _of_transport(fault) for fault in EFFECTS},
-    Order.CLOSED: _data_port_closed,
-    "transfer process stopped": _transfer_process_stopped,
-    "replica killed": _killed,
-    "replica drained": _drained,
-    "replica killed while it drains": _killed_while_it_drains,
-    "replica stopped for a moment": _stopped(0.1, 0.7 * FETCH_TIMEOUT),
-    "replica stopped beyond the deadline": _stopped(1.2 * FETCH_TIMEOUT, 0.6 * LEASE),
-    "replica stopped beyond the lease": _stopped_beyond_the_lease,
-    "donor busy": _donor_busy,
-    "stale entries": _stale_entries,
-    "pool full": _pool_full,
-    "request aborted while it waits": _of_scheduler,
-    "no room after a hit": _of_scheduler,
-    "request preempted": _of_scheduler,
-    "store fails": _of_scheduler,
-    "reset while fetching": _reset(serving=False),
-    "reset while serving": _reset(serving=True),
-    "rows of other weights": _computes_otherwise(wrong_rows=True),
-    "wrong sketch": _computes_otherwise(wrong_rows=False),
-    "publication lost": _publication,
-    "publication repeated": _publication,
-    "publication delayed": _publication,
-    "clock jumps ahead": _clock_jumps(1),
-    "clock jumps back": _clock_jumps(-1),
-    "tracker stopped beyond the lease": _tracker_stopped,
-    "tracker killed": _tracker_lost(same_address=True),
-    "tracker killed while a replica drains": _tracker_lost_while_one_drains,
-    "tracker moved": _tracker_lost(same_address=False),
-    "sharing switched off and on": _switched,
-    "other weights": _other_weights,
-    **disk.KINDS,
+REPLICA_KINDS: Mapping[str, tuple[int, Kind]] = {
+    **{fault: (_OF_TRANSPORT[fault], _of_transport(fault)) for fault in EFFECTS},
+    Order.CLOSED: (12, _data_port_closed),
+    "transfer process stopped": (12, _transfer_process_stopped),
+    "replica killed": (10, _killed),
+    "replica drained": (12, _drained),
+    "replica killed while it drains": (10, _killed_while_it_drains),
+    "replica stopped for a moment": (20, _stopped(0.1, 0.7 * FETCH_TIMEOUT)),
+    "replica stopped beyond the deadline": (12, _stopped(1.2 * FETCH_TIMEOUT, 0.6 * LEASE)),
+    "replica stopped beyond the lease": (8, _stopped_beyond_the_lease),
+    "donor busy": (40, _donor_busy),
+    "stale entries": (60, _stale_entries),
+    "pool full": (40, _pool_full),
+    "request aborted while it waits": (70, _of_scheduler),
+    "no room after a hit": (70, _of_scheduler),
+    "request preempted": (60, _of_scheduler),
+    "store fails": (50, _of_scheduler),
+    "reset while fetching": (30, _reset(serving=False)),
+    "reset while serving": (30, _reset(serving=True)),
+    "rows of other weights": (15, _computes_otherwise(wrong_rows=True)),
+    "wrong sketch": (15, _computes_otherwise(wrong_rows=False)),
 }
+"""Kinds of faults of one replica: how often each occurs relative to the others, and how."""
+
+TRACKER_KINDS: Mapping[str, tuple[int, Kind]] = {
+    "publication lost": (24, _publication),
+    "publication repeated": (24, _publication),
+    "publication delayed": (20, _publication),
+    "clock jumps ahead": (12, _clock_jumps(1)),
+    "clock jumps back": (12, _clock_jumps(-1)),
+    "tracker stopped beyond the lease": (10, _tracker_stopped),
+    "tracker killed": (10, _tracker_lost(same_address=True)),
+    "tracker moved": (10, _tracker_lost(same_address=False)),
+    "tracker killed while a replica drains": (10, _tracker_lost_while_one_drains),
+    "sharing switched off and on": (12, _switched),
+    "other weights": (10, _other_weights),
+    **{kind: (10, inject) for kind, inject in disk.KINDS.items()},
+}
+
+KINDS = {kind: inject for kind, (_, inject) in {**REPLICA_KINDS, **TRACKER_KINDS}.items()}
+
+
+def weights(only: Sequence[str] | None = None) -> tuple[Weights, Weights]:
+    """Those of one replica, and those of the tracker. `only` restricts them to some kinds; raises
+    ValueError for an unknown one."""
+    if unknown := set(only or ()) - KINDS.keys():
+        raise ValueError(f"no such kinds of faults: {sorted(unknown)}")
+    of_one, of_tracker = (
+        {kind: often for kind, (often, _) in kinds.items() if only is None or kind in only}
+        for kinds in (REPLICA_KINDS, TRACKER_KINDS)
+    )
+    return of_one, of_tracker

@@ -13,7 +13,7 @@ from pathlib import Path
 from examples.processes import until
 from tests.chaos.cluster import FETCH_TIMEOUT, POOLS, READY_TIME, Cluster
 from tests.chaos.invariants import Findings, come_to_rest
-from tests.chaos.kinds import KINDS
+from tests.chaos.kinds import KINDS, weights
 from tests.chaos.mutations import Mutation
 from tests.chaos.report import Report
 from tests.chaos.schedule import TRACKER, Step, of_replicas
@@ -46,7 +46,7 @@ def run(
     cluster = Cluster(folder, seed, mutation, pools, transport)
     try:
         _Run(cluster, report, say).run(
-            itertools.islice(of_replicas(seed, list(pools), only), steps), seconds
+            itertools.islice(of_replicas(seed, list(pools), *weights(only)), steps), seconds
         )
     finally:
         cluster.close()

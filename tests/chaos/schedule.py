@@ -7,8 +7,10 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tests.chaos.disk import KINDS as DISK_KINDS
 from tests.faults import Order
+
+Weights = Mapping[str, int]
+"""Kinds of faults, and how often each occurs relative to the others."""
 
 
 class Step(NamedTuple):
@@ -32,67 +34,12 @@ class Step(NamedTuple):
 TRACKER = "tracker"
 """The lane for faults of the tracker, of the disk, or of all replicas together."""
 
-REPLICA_KINDS: Mapping[str, int] = {
-    "damaged row": 60,
-    "swapped rows": 50,
-    "late bytes": 25,
-    "too many bytes": 8,
-    "link refused": 40,
-    "stranger": 30,
-    "consumer's transfer process killed": 8,
-    "donor stalls": 30,
-    "too few rows": 30,
-    "donor is slow": 50,
-    "link cut": 40,
-    "donor's transfer process killed": 8,
-    "data port closed": 12,
-    "transfer process stopped": 12,
-    "replica killed": 10,
-    "replica drained": 12,
-    "replica killed while it drains": 10,
-    "replica stopped for a moment": 20,
-    "replica stopped beyond the deadline": 12,
-    "replica stopped beyond the lease": 8,
-    "donor busy": 40,
-    "stale entries": 60,
-    "pool full": 40,
-    "request aborted while it waits": 70,
-    "no room after a hit": 70,
-    "request preempted": 60,
-    "store fails": 50,
-    "reset while fetching": 30,
-    "reset while serving": 30,
-    "rows of other weights": 15,
-    "wrong sketch": 15,
-}
-"""Kinds of faults of one replica, and how often each occurs relative to the others."""
-
-TRACKER_KINDS: Mapping[str, int] = {
-    "publication lost": 24,
-    "publication repeated": 24,
-    "publication delayed": 20,
-    "clock jumps ahead": 12,
-    "clock jumps back": 12,
-    "tracker stopped beyond the lease": 10,
-    "tracker killed": 10,
-    "tracker moved": 10,
-    "tracker killed while a replica drains": 10,
-    "sharing switched off and on": 12,
-    "other weights": 10,
-    **dict.fromkeys(DISK_KINDS, 10),
-}
-
 _TRACKER_SHARE = 0.22  # of all steps: they take seconds and share one lane
 
 
 def of_replicas(
-    seed: int, replicas: Sequence[str], only: Sequence[str] | None = None
+    seed: int, replicas: Sequence[str], of_one: Weights, of_tracker: Weights
 ) -> Iterator[Step]:
-    """`only` restricts it to some kinds. Raises ValueError for an unknown one."""
-    unknown = set(only or ()) - REPLICA_KINDS.keys() - TRACKER_KINDS.keys()
-    if unknown:
-        raise ValueError(f"no such kinds of faults: {sorted(unknown)}")
-    of_one, of_tracker = _chosen(REPLICA_KINDS, only), _chosen(TRACKER_KINDS, only)
     share = _TRACKER_SHARE if of_one else 1.0
     source = random.Random(seed)
     number = 0
@@ -103,11 +50,7 @@ def of_replicas(
         kind = source.choices(list(kinds), list(kinds.values()))[0]
         target = TRACKER if to_tracker else source.choice(replicas)
         pause, strength = source.uniform(0.0, 0.3), source.random()
-        yield Step(number, kind, strength, target, pause)
-
-
-def _chosen(kinds: Mapping[str, int], only: Sequence[str] | None) -> dict[str, int]:
-    return {kind: weight for kind, weight in kinds.items() if only is None or kind in only}
+        yield Step(number, str(kind), strength, target, pause)
 
 
 # -- for engines ------------------------------------------------------------------------------
@@ -126,7 +69,7 @@ HEAVY = (
     "all caches reset",
 )
 STEADY = ("supervisor relaunched", "API relaunched", "disk full", "unreadable image")
-LIGHT: Mapping[str, int] = {
+LIGHT: Weights = {
     # All replicas read the same orders, so a port cannot be closed for one of them.
     **dict.fromkeys((each for each in Order if each is not Order.CLOSED), 2),
     Order.OVERSIZE: 1,
@@ -140,7 +83,6 @@ LIGHT: Mapping[str, int] = {
     "request aborted": 4,
     "request aborted while it waits": 2,
 }
-"""How often each kind occurs, relative to the others."""
 _BETWEEN = 7
 """Light steps while a replica is on its way back."""
 

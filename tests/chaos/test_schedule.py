@@ -7,15 +7,14 @@ from itertools import islice
 import pytest
 
 from tests.chaos import engines_kinds
+from tests.chaos.kinds import KINDS, TRACKER_KINDS, weights
 from tests.chaos.schedule import (
     ADDED,
     HEAVY,
     LIGHT,
     REMOVALS,
-    REPLICA_KINDS,
     STEADY,
     TRACKER,
-    TRACKER_KINDS,
     Step,
     of_engines,
     of_replicas,
@@ -26,14 +25,16 @@ MANY = 200
 
 
 def for_replicas(count: int, seed: int, only: list[str] | None = None) -> list[Step]:
-    return list(islice(of_replicas(seed, REPLICAS, only), count))
+    return list(islice(of_replicas(seed, REPLICAS, *weights(only)), count))
 
 
 def for_engines(count: int, seed: int = 7) -> list[Step]:
     return list(islice(of_engines(seed), count))
 
 
-@pytest.mark.parametrize("schedule", [lambda seed: of_replicas(seed, REPLICAS), of_engines])
+@pytest.mark.parametrize(
+    "schedule", [lambda seed: of_replicas(seed, REPLICAS, *weights()), of_engines]
+)
 def test_a_seed_makes_one_schedule_however_much_of_it_is_taken(
     schedule: Callable[[int], Iterator[Step]],
 ) -> None:
@@ -44,7 +45,7 @@ def test_a_seed_makes_one_schedule_however_much_of_it_is_taken(
 class TestForReplicas:
     def test_every_kind_occurs_often_enough_in_a_full_run(self) -> None:
         kinds = Counter(step.kind for step in for_replicas(2000, seed=1))
-        assert set(kinds) == REPLICA_KINDS.keys() | TRACKER_KINDS.keys()
+        assert set(kinds) == KINDS.keys()
         assert min(kinds.values()) >= 10
         assert len(kinds) >= 30
 

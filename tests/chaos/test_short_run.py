@@ -3,17 +3,11 @@
 import pytest
 
 from tests.chaos import replicas
-from tests.chaos.kinds import KINDS
-from tests.chaos.schedule import REPLICA_KINDS, TRACKER_KINDS
 
 pytestmark = pytest.mark.process
 
 SEED = 20261121
 STEPS = 60
-
-
-def test_every_kind_of_the_schedule_can_be_injected() -> None:
-    assert KINDS.keys() == REPLICA_KINDS.keys() | TRACKER_KINDS.keys()
 
 
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("nixl", marks=pytest.mark.long)])
