@@ -94,11 +94,6 @@ def test_every_public_error_has_a_docstring() -> None:
     assert all(each.__doc__ for each in ours)
 
 
-def test_the_architecture_fits_into_100_columns() -> None:
-    lines = (DOCS / "architecture.md").read_text().splitlines()
-    assert [line for line in lines if len(line) > 100] == []
-
-
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
 def test_drawings_have_descriptions_and_are_for_light_and_dark(drawing: Path) -> None:
     """They have a background of their own for each, so that no theme of the reader or the system
@@ -223,10 +218,6 @@ def test_the_readmes_lead_to_the_same_pages_and_to_each_other() -> None:
     assert CHINESE in english
     assert ENGLISH in chinese
     assert len(english) > 15
-
-
-def test_the_english_readme_fits_on_one_screen_of_text() -> None:
-    assert len([line for line in prose(ENGLISH).splitlines() if line]) <= 60
 
 
 def test_files_that_the_readmes_name_exist() -> None:
