@@ -1,4 +1,4 @@
-"""Engines with other processes than those that xinference starts: vLLM alone, with a tracker."""
+"""vLLM and a replica in the one process of a program, with a tracker elsewhere."""
 
 import asyncio
 import json
@@ -6,11 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 import xoscar
 
 from examples.documents import document
-from tests.harness.processes import vllms_own_segments_removed
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
@@ -28,7 +26,7 @@ def ask(prompt):
 if __name__ == "__main__":
     order = json.load(sys.stdin)
     llm = LLM(order["model"], dtype="float32", enforce_eager=True, max_model_len=4096,
-              block_size=128, num_gpu_blocks_override=40, tensor_parallel_size=order["workers"],
+              block_size=128, num_gpu_blocks_override=40,
               kv_transfer_config=order["kv_transfer_config"])
     answers = [ask(order["prompt"])]
     for other in order["others"]:  # they take all blocks
@@ -40,25 +38,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("workers", "environment"),
-    [
-        pytest.param(1, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, id="all in one process"),
-        pytest.param(2, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, id="two workers, one region"),
-    ],
-)
 async def test_the_pool_serves_a_prefix_that_vllm_has_dropped(
-    model_folder: Path, tmp_path: Path, workers: int, environment: dict[str, str]
+    model_folder: Path, tmp_path: Path
 ) -> None:
     pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
     async with pool:
         address = pool.external_address
         await xoscar.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
         config = XavierConfig(model_uid="m", tracker_address=address, pool_bytes=512 << 20)
-        program = tmp_path / "engine.py"  # a file, which vLLM's worker processes can import
+        program = tmp_path / "engine.py"
         program.write_text(PROGRAM)
         order = {
-            "workers": workers,
             "model": str(model_folder),
             "prompt": document(300, 40),
             "others": [document(300, number) for number in range(41, 49)],
@@ -67,19 +57,17 @@ async def test_the_pool_serves_a_prefix_that_vllm_has_dropped(
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "HF_HUB_OFFLINE": "1",
-            **environment,
         }
         engine = await asyncio.create_subprocess_exec(
-            sys.executable,
-            program,
+            *(sys.executable, program),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
         )
-        with vllms_own_segments_removed():
-            output, _ = await engine.communicate(json.dumps(order).encode())
+        output, _ = await engine.communicate(json.dumps(order).encode())
     text = output.decode()
     line = next((line for line in text.splitlines() if line.startswith("ANSWERS ")), None)
     assert line is not None, text
