@@ -83,7 +83,7 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("fetch_timeout", NO_TIMES, "xavier_fetch_timeout="),
         # Peers refuse a longer one, and all fetches would fail.
         ("fetch_timeout", [3600], "is too large; use seconds above 0 and below"),
-        ("transport", ["nccl"], "use one of auto, gloo, nixl, shared_memory"),
+        ("transport", ["nccl", "my.fabric"], "use one of auto, gloo, nixl, shared_memory"),
         ("routing", NO_ROUTINGS, "is not a choice; use one of auto, backlog, off"),
         ("queue", [-1], f"is too small; {QUEUE}"),
         ("queue", [MAX_QUEUE + 1, "100001"], f"is too large; {QUEUE}"),
@@ -94,7 +94,7 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("port_range", RESERVED, "is outside the ports that users may take"),
         ("port_range", TOO_FEW, "is too small for a replica's engine"),
         ("port_range", [*NO_RANGES, *REVERSED, *RESERVED, *TOO_FEW], "at least 3 ports"),
-        ("host", ["10.0.0.0/33", "gpu-7/8"], "is not a network"),
+        ("host", ["10.0.0.0/33", "gpu-7/8", "http://gpu-7"], "is not a network"),
         ("host", ["0.0.0.0/0", "::/0"], "contains every address"),
         ("host", ["10.0.0.1:80"], "carries a port"),
         ("host", ["0.0.0.0", "::"], "not an address a peer can reach"),
@@ -104,6 +104,11 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("roles", ["decode:100000"], "has more than 1000 replicas"),
         ("roles", ["prefill:2"], "has no replica that answers"),
         ("prefill_threshold", [-1, "1.5", "many", True], "xavier_prefill_threshold="),
+        ("pin_fraction", ["-0.1", "1.5", "half", "nan"], "use a part of the pool from 0 to 1"),
+        ("warm_join", ["-1", "601", "soon", "nan"], "use seconds from 0 (off) to 600"),
+        ("drain", ["-1", "3601", "soon", "nan"], "use seconds from 0 (off) to 3600"),
+        ("audit", ["maybe"], "is neither true nor false"),
+        ("untested_vllm", ["perhaps"], "is neither true nor false"),
     ],
 )
 def test_anything_else_is_refused_with_its_reason(

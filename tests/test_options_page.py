@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 
 from xinference_xavier.config import BACKEND, ENABLE, XavierConfig, take_launch_options
-from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import BASIC, EXPERT, PARSERS
 
 ROOT = Path(__file__).parents[1]
@@ -16,19 +15,6 @@ EVERY_OPTION = [ENABLE, BACKEND, *PARSERS]
 
 OF_THE_LAUNCH = {ENABLE: "false", BACKEND: "extension"}
 """The defaults of those that are no field of a configuration."""
-
-REFUSED = {
-    ENABLE: ["perhaps", "2"],
-    BACKEND: ["lmcache", "true"],
-    "xavier_host": ["http://gpu-7"],
-    "xavier_transport": ["my_company.fabric"],
-    "xavier_pin_fraction": ["-0.1", "1.5", "half", "nan"],
-    "xavier_warm_join": ["-1", "601", "soon", "nan"],
-    "xavier_drain": ["-1", "3601", "soon", "nan"],
-    "xavier_audit": ["maybe"],
-    "xavier_untested_vllm": ["perhaps"],
-}
-"""Values that each of these options refuses; `test_options.py` has those of the others."""
 
 
 class Option(NamedTuple):
@@ -87,11 +73,8 @@ def shown(value: object) -> str:
 
 
 @pytest.mark.parametrize("name", EVERY_OPTION)
-def test_values_that_the_page_allows_are_accepted_and_others_refused(name: str) -> None:
+def test_values_that_the_page_allows_are_accepted(name: str) -> None:
     option = options()[name]
     assert option.such_as
     for value in option.such_as:
         take_launch_options({ENABLE: True} | {name: value})
-    for value in REFUSED.get(name, []):
-        with pytest.raises(ConfigError):
-            take_launch_options({ENABLE: True} | {name: value})
