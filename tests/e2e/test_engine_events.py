@@ -26,7 +26,7 @@ from tests.e2e.engines import (
     prompt,
 )
 from tests.e2e.gates import Gate, closed
-from tests.harness.engines import ANSWER_PATIENCE, CHUNK, Answer, Engine
+from tests.harness.engines import ANSWER_PATIENCE, CHUNK, Completion, Engine
 from tests.harness.remote import RemoteError
 from tests.harness.replicas import MODEL, TrackerProcess, wait_until
 from xinference_xavier.config import XavierConfig
@@ -103,11 +103,11 @@ class Cluster:
             self._right[request] = self._alone.answer(asked, tokens).tokens
         return self._right[request]
 
-    def check(self, answer: Answer, asked: Sequence[int], weights: Path) -> Answer:
+    def check(self, answer: Completion, asked: Sequence[int], weights: Path) -> Completion:
         assert answer.tokens == self.right(asked, weights, len(answer.tokens))
         return answer
 
-    def ask(self, engine: Engine, asked: Sequence[int], weights: Path) -> Answer:
+    def ask(self, engine: Engine, asked: Sequence[int], weights: Path) -> Completion:
         return self.check(engine.answer(asked), asked, weights)
 
     # -- what the tracker knows ---------------------------------------------------------------
@@ -542,8 +542,8 @@ class TestAtTheSameTime:
         served."""
         prompts = [fresh() for _ in range(6)]
         names = itertools.count()
-        staying: list[tuple[Future[Answer], list[int]]] = []
-        leaving: list[tuple[Engine, str, Future[Answer]]] = []
+        staying: list[tuple[Future[Completion], list[int]]] = []
+        leaving: list[tuple[Engine, str, Future[Completion]]] = []
         for number, asked in enumerate(prompts + prompts):
             for engine in cluster.engines:
                 name = f"leaving {next(names)}"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from examples.make_model import make_model
-from tests.harness.engines import ALWAYS_FETCH, CHUNK, Answer, Fleet, Kind, Prompts
+from tests.harness.engines import ALWAYS_FETCH, CHUNK, Completion, Fleet, Kind, Prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def fleet(
         yield fleet
 
 
-def answer(fleet: Fleet, name: str, prompt: list[int]) -> Answer:
+def answer(fleet: Fleet, name: str, prompt: list[int]) -> Completion:
     (answer,) = fleet[name].call("answers", [prompt], TOKENS)
     return answer  # type: ignore[no-any-return]
 
@@ -81,8 +81,8 @@ def test_hits_of_every_kind_give_one_answer(fleet: Fleet, consumer: str) -> None
     for hit in (remote, local, pool):
         assert hit.cached == CHUNKS * CHUNK
         assert hit.tokens == local.tokens
-        assert hit.logprobs == pytest.approx(local.logprobs, abs=SAME_SHAPE)
-        assert hit.logprobs[0] == pytest.approx(cold.logprobs[0], abs=OTHER_SHAPE)
+        assert hit.chosen == pytest.approx(local.chosen, abs=SAME_SHAPE)
+        assert hit.chosen[0] == pytest.approx(cold.chosen[0], abs=OTHER_SHAPE)
     fetches = fleet.replicas()[consumer]["stats"]["fetches"]
     assert set(fetches["by_transport"]) == {consumer}
 
@@ -100,8 +100,8 @@ def test_many_at_once(fleet: Fleet, consumer: str) -> None:
     hits = fleet[consumer].call("answers", asked, TOKENS)
     assert {one.cached for one in cold} == {0}
     assert {one.cached for one in hits} == {CHUNKS * CHUNK}
-    assert [one.logprobs[0] for one in hits] == pytest.approx(
-        [one.logprobs[0] for one in cold], abs=OTHER_SHAPE
+    assert [one.chosen[0] for one in hits] == pytest.approx(
+        [one.chosen[0] for one in cold], abs=OTHER_SHAPE
     )
 
 
@@ -119,4 +119,4 @@ def test_what_was_generated_is_shared_too(fleet: Fleet, consumer: str) -> None:
     fleet.flush()
     cold = answer(fleet, consumer, again)
     assert cold.cached == 0
-    assert hit.logprobs[0] == pytest.approx(cold.logprobs[0], abs=OTHER_SHAPE)
+    assert hit.chosen[0] == pytest.approx(cold.chosen[0], abs=OTHER_SHAPE)

@@ -85,27 +85,22 @@ class Asked(NamedTuple):
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-class Answer(NamedTuple):
-    """The result of one request; `cached` counts reused prompt tokens. Log-probabilities are those
-    of the tokens, if they were asked for."""
-
-    tokens: tuple[int, ...]
-    cached: int
-    reason: str
-    """"length" or "abort"."""
-    logprobs: tuple[float, ...] = ()
-
-
 class Completion(NamedTuple):
-    """One sequence of a request's result. Log-probabilities are by token, position after position.
-
-    `prompt_logprobs` are empty unless asked for."""
+    """One sequence of a request's result; `cached` counts reused prompt tokens. Log-probabilities
+    are by token, position after position, and empty unless asked for."""
 
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[dict[int, float], ...]
     prompt_logprobs: tuple[dict[int, float], ...]
     cached: int
+    reason: str
+    """Why it ended, such as "length" or "abort"."""
+
+    @property
+    def chosen(self) -> list[float]:
+        """The log-probabilities of its own tokens."""
+        return [at[token] for at, token in zip(self.logprobs, self.tokens, strict=True)]
 
 
 class Load(NamedTuple):
@@ -190,12 +185,12 @@ class Engine(Remote):
 
     def ask(
         self, prompt: Sequence[int], tokens: int = 8, name: str | None = None
-    ) -> Future[Answer]:
+    ) -> Future[Completion]:
         """Begin a request; a `name` makes it possible to abort it."""
         return self.begin("answer", list(prompt), tokens, name)
 
-    def answer(self, prompt: Sequence[int], tokens: int = 8) -> Answer:
-        answer: Answer = self.call("answer", list(prompt), tokens)
+    def answer(self, prompt: Sequence[int], tokens: int = 8) -> Completion:
+        answer: Completion = self.call("answer", list(prompt), tokens)
         return answer
 
     def timed(self, prompt: Sequence[int], tokens: int = 1) -> Asked:
@@ -361,6 +356,8 @@ def _offers_no_pool(replica: Mapping[str, Any]) -> bool:
 
 # -- in the engine's process ------------------------------------------------------------------
 
+_GREEDY: Mapping[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+
 
 class _Inside:
     """Each public method is a command."""
@@ -377,9 +374,8 @@ class _Inside:
 
     async def timed(self, prompt: Sequence[int], tokens: int) -> Asked:
         from vllm import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
 
-        sampling = _greedy(tokens, output_kind=RequestOutputKind.DELTA)
+        sampling = _sampling(**_GREEDY, max_tokens=tokens)
         times: list[float] = []
         cached = 0
         given = TokensPrompt(prompt_token_ids=list(prompt))
@@ -391,23 +387,13 @@ class _Inside:
 
     async def answer(
         self, prompt: Sequence[int], tokens: int, name: str | None = None, **sampling: Any
-    ) -> Answer:
-        from vllm import TokensPrompt
-
-        given = TokensPrompt(prompt_token_ids=list(prompt))
-        outputs = self._engine.generate(given, _greedy(tokens, **sampling), name or self._name())
-        found = Answer((), 0, "")
-        async for output in outputs:
-            (said,) = output.outputs
-            found = Answer(
-                tuple(said.token_ids),
-                output.num_cached_tokens or 0,
-                said.finish_reason or "",
-                _of_tokens(said.logprobs, said.token_ids),
-            )
+    ) -> Completion:
+        given = {"prompt_token_ids": list(prompt)}
+        how = {**_GREEDY, "max_tokens": tokens, **sampling}
+        (found,) = await self.generate(given, how, name=name)
         return found
 
-    async def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+    async def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Completion]:
         """Answer all prompts at once, with log-probabilities."""
         return await asyncio.gather(*(self.answer(each, tokens, logprobs=0) for each in prompts))
 
@@ -417,6 +403,7 @@ class _Inside:
         sampling: Mapping[str, Any],
         lora: Mapping[str, Any] | None = None,
         rank: int | None = None,
+        name: str | None = None,
     ) -> list[Completion]:
         """Answer a prompt of any kind that vLLM takes, with arrays for its tensors.
 
@@ -426,13 +413,13 @@ class _Inside:
         from vllm.lora.request import LoRARequest
 
         given = {
-            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            for name, value in prompt.items()
+            field: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for field, value in prompt.items()
         }
         outputs = self._engine.generate(
             given,
             _sampling(**sampling),
-            self._name(),
+            name or self._name(),
             lora_request=None if lora is None else LoRARequest(**lora),
             data_parallel_rank=rank,
         )
@@ -449,6 +436,7 @@ class _Inside:
                 tuple(each for part in parts[index] for each in _by_token(part.logprobs)),
                 prompt_logprobs,
                 output.num_cached_tokens or 0,
+                parts[index][-1].finish_reason or "",
             )
             for index in sorted(parts)
         ]
@@ -499,14 +487,6 @@ class _Inside:
         return {each.labels[label]: each.value for each in found}
 
 
-def _greedy(tokens: int, **more: Any) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more
-    )
-
-
 def _sampling(*, structured: Mapping[str, Any] | None = None, **fields: Any) -> Any:
     """vLLM's parameters; all parts of an answer come one after the other."""
     from vllm import SamplingParams
@@ -517,12 +497,6 @@ def _sampling(*, structured: Mapping[str, Any] | None = None, **fields: Any) -> 
         structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
         **fields,
     )
-
-
-def _of_tokens(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
-    if logprobs is None:
-        return ()
-    return tuple(at[token].logprob for at, token in zip(logprobs, tokens, strict=True))
 
 
 def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
