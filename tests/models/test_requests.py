@@ -74,13 +74,6 @@ def test_several_answers_to_one_prompt(engines: Engines) -> None:
     assert shared.error < TOLERANCE
 
 
-def test_log_probabilities_of_several_tokens(engines: Engines) -> None:
-    shared = engines.share(engines.prompts.fresh(PROMPT), sampling={"logprobs": 5})
-    assert all(len(position) >= 5 for position in shared.second[0].logprobs)
-    assert shared.remote == whole_chunks(PROMPT)
-    assert shared.error < TOLERANCE
-
-
 def test_log_probabilities_of_the_prompt_are_computed(engines: Engines) -> None:
     """vLLM uses no cache for such a request, because it needs the logits of the whole prompt."""
     shared = engines.share(engines.prompts.fresh(PROMPT), sampling={"prompt_logprobs": 0})
