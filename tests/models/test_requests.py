@@ -105,17 +105,6 @@ def test_a_streamed_answer(engines: Engines) -> None:
     assert asked.cached == whole_chunks(PROMPT)
 
 
-def test_a_chat_whose_history_has_what_another_engine_generated(engines: Engines) -> None:
-    question = engines.prompts.fresh(PROMPT)
-    (said,) = engines.ask(FIRST, question, sampling={"max_tokens": ANSWER})
-    history = question + list(said.tokens)
-    second_turn = history + engines.prompts.fresh(50)
-    shared = engines.share(second_turn)
-    assert shared.first[0].cached >= len(history) // BLOCK * BLOCK - BLOCK
-    assert shared.remote == whole_chunks(len(second_turn))
-    assert shared.error < TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("thoughts", "reused"),
     [(0, (PROMPT + ANSWER - 1) // CHUNK * CHUNK), (ANSWER // 2, PROMPT // CHUNK * CHUNK)],
