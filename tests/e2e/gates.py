@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from tests.faults import _FaultyGloo, _FaultyLink
+from tests.faults import _FaultyGloo, _StallingLink
 from xinference_xavier.errors import LinkError
-from xinference_xavier.pool.region import Region
-from xinference_xavier.transfer.transports.base import Link
 
 FOLDER = "XAVIER_TEST_GATES"
 """The environment variable with an engine's folder of gates."""
@@ -45,20 +43,12 @@ def wait_for(gate: Gate, given_up: threading.Event) -> None:
         pass
 
 
-class _GatedLink(_FaultyLink):
-    def __init__(self, link: Link, region: Region) -> None:
-        super().__init__(link, region)
-        self._closed = threading.Event()
-
+class _GatedLink(_StallingLink):
     def send(self, slots: Sequence[int], deadline: float) -> None:
         wait_for(Gate.SENDS, self._closed)
         if self._closed.is_set():
             raise LinkError("closed while it waited")
         self.link.send(slots, deadline)
-
-    def close(self) -> None:
-        self._closed.set()
-        self.link.close()
 
 
 class GatedGloo(_FaultyGloo):
