@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.replicas import TrackerProcess, fresh_keys, replicas, wait_until
+from tests.harness.replicas import TrackerProcess, replicas, stored, wait_until
 from tests.recording import FILE, RECORD
 from xinference_xavier import events as module
 from xinference_xavier.errors import ConfigError
@@ -133,9 +133,7 @@ def test_the_hook_gets_the_events_of_replicas(recorded: Path, own_tracker: Track
         for name in transports:
             assert len(events(recorded, event="ReplicaJoined", incarnation=name)) == 1
 
-        keys = fresh_keys(2)
-        donor.store(keys)
-        wait_until(lambda: consumer.holders(keys[0]) == ("donor",), "the consumer knows the chunks")
+        keys = stored(consumer, donor, count=2)
         donor.forget(keys)
         consumer.fetch("donor", keys, 30.0)
         wait_until(lambda: bool(events(recorded, event="FetchRolledBack")), "recorded")

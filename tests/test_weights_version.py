@@ -10,7 +10,9 @@ from tests.harness.replicas import (
     TrackerProcess,
     fresh_keys,
     replicas,
+    stored,
     wait_until,
+    wait_until_known,
 )
 
 pytestmark = pytest.mark.process
@@ -31,17 +33,11 @@ def wait_alone(replica: ReplicaProcess) -> None:
     wait_until(replica.is_up, "it is a member of a namespace of its own")
 
 
-def knows(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list[bytes]) -> bool:
-    return all(donor.name in consumer.holders(key) for key in keys)
-
-
 def test_replicas_of_the_same_weights_share_again(
     tracker_process: TrackerProcess, trio: list[ReplicaProcess]
 ) -> None:
     first, second, old = trio
-    before, after = fresh_keys(3), fresh_keys(3)
-    first.store(before)
-    wait_until(lambda: knows(old, first, before), "old knows what first holds")
+    before, after = stored(old, first, count=3), fresh_keys(3)
     for replica in (first, second):
         replica.reset()
         wait_alone(replica)
@@ -55,7 +51,7 @@ def test_replicas_of_the_same_weights_share_again(
         "not_reset": ["old"],
         "unreachable": [],
     }
-    wait_until(lambda: knows(second, first, after), "second knows the new chunks")
+    wait_until_known(second, first, after)
     assert second.fetch("first", after, TIMEOUT).committed == 3
     assert second.wrong_rows() == []
     assert second.holders(before[0]) == (), "no chunk from before comes back"

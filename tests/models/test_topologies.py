@@ -1,6 +1,5 @@
 """Engines of several processes, several models, and the networks between them."""
 
-import functools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from tests.harness.engines import Fleet
 from tests.harness.processes import vllms_own_segments_removed
 from tests.harness.remote import RemoteError
-from tests.harness.replicas import DEADLINE, TrackerProcess, fresh_keys, replicas, wait_until
+from tests.harness.replicas import DEADLINE, TrackerProcess, replicas, stored
 from tests.models.architectures import VOCABULARY, make
 from tests.models.sharing import (
     FIRST,
@@ -152,10 +151,7 @@ def test_a_host_with_several_interfaces_uses_the_one_in_the_network(
     for address, network in found:
         both = {f"donor at {address}": "gloo", f"consumer at {address}": "gloo"}
         with replicas(tracker_process.address, both, host=network) as (donor, consumer):
-            keys = fresh_keys(4)
-            donor.store(keys)
-            known = functools.partial(consumer.holders, keys[-1])
-            wait_until(known, "the consumer knows the rows")
+            keys = stored(consumer, donor, count=4)
             assert split_address(consumer.address(donor.name))[0] == address
             assert consumer.fetch(donor.name, keys, DEADLINE).committed == len(keys)
             assert consumer.wrong_rows() == []
