@@ -102,7 +102,7 @@ class Fleet:
         processes = await asyncio.to_thread(of_member, member)
         if processes.transfer is None:
             return  # it cannot fetch yet
-        name = " ".join(processes.model.cmdline()).strip().removeprefix("Model: ")
+        name = member["replica"]
         model = await self._model(name, processes.model.pid)
         if model is None:
             return

@@ -44,9 +44,7 @@ def members(cluster: SeparateCluster) -> dict[str, dict[str, Any]]:
 
 
 def member_of(cluster: SeparateCluster, replica: str) -> dict[str, Any]:
-    (member,) = (
-        member for member in members(cluster).values() if processes.replica_name(member) == replica
-    )
+    (member,) = (each for each in members(cluster).values() if each["replica"] == replica)
     return member
 
 

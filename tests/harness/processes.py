@@ -67,12 +67,6 @@ def model_process(replica_model_uid: str) -> psutil.Process:
     return found[0]
 
 
-def replica_name(member: Mapping[str, Any]) -> str:
-    """xinference's name for a replica in the tracker's list."""
-    (title,) = (part for part in of_member(member).model.cmdline() if part)
-    return title.strip().removeprefix("Model: ")
-
-
 def kill(process: psutil.Process) -> None:
     """Kill the process with SIGKILL; return when it is gone."""
     process.send_signal(signal.SIGKILL)
