@@ -5,13 +5,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-import xoscar
+import pytest
 
 from examples.documents import document
+from tests.tracker_pools import MODEL
 from xinference_xavier.config import XavierConfig, kv_transfer_config
-from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.tracker.actor import BlockTracker
 
 CHUNK = 128
 PROGRAM = """
@@ -38,36 +38,33 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("tracker")
 async def test_the_pool_serves_a_prefix_that_vllm_has_dropped(
-    model_folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path, pool: Any
 ) -> None:
-    pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    async with pool:
-        address = pool.external_address
-        await xoscar.create_actor(BlockTracker, "m", address=address, uid=tracker_uid("m"))
-        config = XavierConfig(model_uid="m", tracker_address=address, pool_bytes=512 << 20)
-        program = tmp_path / "engine.py"
-        program.write_text(PROGRAM)
-        order = {
-            "model": str(model_folder),
-            "prompt": document(300, 40),
-            "others": [document(300, number) for number in range(41, 49)],
-            "kv_transfer_config": kv_transfer_config(config),
-        }
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "HF_HUB_OFFLINE": "1",
-        }
-        engine = await asyncio.create_subprocess_exec(
-            *(sys.executable, program),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment,
-        )
-        output, _ = await engine.communicate(json.dumps(order).encode())
+    config = XavierConfig(MODEL, pool.external_address, pool_bytes=512 << 20)
+    program = tmp_path / "engine.py"
+    program.write_text(PROGRAM)
+    order = {
+        "model": str(model_folder),
+        "prompt": document(300, 40),
+        "others": [document(300, number) for number in range(41, 49)],
+        "kv_transfer_config": kv_transfer_config(config),
+    }
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    engine = await asyncio.create_subprocess_exec(
+        *(sys.executable, program),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+    )
+    output, _ = await engine.communicate(json.dumps(order).encode())
     text = output.decode()
     line = next((line for line in text.splitlines() if line.startswith("ANSWERS ")), None)
     assert line is not None, text
