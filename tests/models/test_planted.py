@@ -9,7 +9,7 @@ from tests.harness.engines import Fleet
 from tests.models import planted
 from tests.models.architectures import VOCABULARY, make
 from tests.models.planted import tune_between_samples
-from tests.models.sharing import FIRST, PLAIN, SECOND, TOLERANCE, Engines, difference, kind
+from tests.models.sharing import FIRST, SECOND, Engines, kind
 from xinference_xavier.engine.identity import weights_fingerprint
 
 pytestmark = pytest.mark.process
@@ -19,7 +19,7 @@ PROMPT = 700
 
 @pytest.fixture(params=["weights", "layout"])
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
-    """The second engine and the plain one compute other rows than the first."""
+    """The second engine computes other rows than the first."""
     folder = make("llama", tmp_path / "model")
     if request.param == "weights":
         other = tune_between_samples(folder, tmp_path / "tuned")
@@ -29,7 +29,6 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]
         extension = {"worker_extension_cls": "tests.models.planted.PerhapsReversedPages"}
         reverses = {planted.REVERSED: "1"}
         kinds = {FIRST: kind(extension), SECOND: kind(extension, environment=reverses)}
-    kinds[PLAIN] = kinds[SECOND]._replace(transport=None)
     with Fleet(kinds, model=folder) as fleet:
         yield Engines(fleet, VOCABULARY)
 
@@ -42,7 +41,8 @@ def test_they_share_nothing_and_say_why(engines: Engines) -> None:
     assert {each["peer"] for each in found} == {FIRST, SECOND}
     assert all("layers.0" in each["layer"] for each in found)
     assert all(each["amount"] > 0.1 for each in found)
-    shared = engines.share(engines.prompts.fresh(PROMPT))
-    assert shared.remote == 0
-    assert shared.second[0].cached == 0
-    assert difference(shared.cold, shared.second) < TOLERANCE
+    prompt = engines.prompts.fresh(PROMPT)
+    engines.ask(FIRST, prompt)
+    engines.settle()
+    assert engines.ask(SECOND, prompt)[0].cached == 0
+    assert engines.hits(SECOND)["remote"] == 0
