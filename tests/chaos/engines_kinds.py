@@ -30,7 +30,7 @@ from tests.chaos.engines_traffic import REQUEST_TIMEOUT, Traffic
 from tests.chaos.schedule import ADDED, REMOVED, REMOVED_MEANWHILE, Step
 from tests.chaos.transport import EFFECTS, bring_about, suspend
 from tests.faults import Order, order, taken, withdraw
-from tests.harness.processes import frozen, kill, wait_gone
+from tests.harness.processes import frozen, kill, running, wait_gone
 from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import XavierError
 from xinference_xavier.runtime.aio import within
@@ -123,11 +123,7 @@ def _transfer_stopped(scene: Scene, step: Step) -> bool:
 
 def _transfer(scene: Scene, incarnation: str) -> psutil.Process | None:
     """The transfer process that the replica reports, or None."""
-    pid = scene.fleet.figures[incarnation]["transfer_pid"]
-    try:
-        return None if pid is None else psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None
+    return running(scene.fleet.figures[incarnation]["transfer_pid"])
 
 
 def _fraction(step: Step) -> float:

@@ -15,6 +15,7 @@ import psutil
 
 from tests.chaos.mutations import Mutation
 from tests.faults import ORDERS, UNCHECKED
+from tests.harness.processes import running
 from tests.harness.remote import Remote, forked, obey
 
 PRELOAD = "tests.chaos.inside"
@@ -64,8 +65,4 @@ class Node(Remote):
 
     def transfer(self) -> psutil.Process | None:
         """Its transfer process, or None if it has none at the moment."""
-        pid = self.figures().get("replica", {}).get("transfer_pid")
-        try:
-            return None if pid is None else psutil.Process(pid)
-        except psutil.NoSuchProcess:
-            return None
+        return running(self.figures().get("replica", {}).get("transfer_pid"))

@@ -67,6 +67,14 @@ def model_process(replica_model_uid: str) -> psutil.Process:
     return found[0]
 
 
+def running(pid: int | None) -> psutil.Process | None:
+    """The process, or None if it has ended."""
+    try:
+        return None if pid is None else psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
 def kill(process: psutil.Process) -> None:
     """Kill the process with SIGKILL; return when it is gone."""
     process.send_signal(signal.SIGKILL)
