@@ -264,28 +264,21 @@ class _ScriptedLink(_FaultyLink):
     def __init__(self, link: Link, region: Region) -> None:
         super().__init__(link, region)
         self._corrupting = _CorruptingLink(link, region)
-        self._stalling = _StallingLink(link, region)
+        self._stalled = _StalledLink(link, region)
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
-        link = self._corrupting if _fault() is Fault.CORRUPT else self.link
-        return link.receive(slots, granted, check, deadline)
-
-    def send(self, slots: Sequence[int], deadline: float) -> None:
-        link = self._stalling if _fault() is Fault.STALL else self.link
-        link.send(slots, deadline)
+        links = {Fault.CORRUPT: self._corrupting, Fault.STALL: self._stalled}
+        fault = Fault(Path(os.environ[SCRIPT]).read_text())
+        return links.get(fault, self.link).receive(slots, granted, check, deadline)
 
     def close(self) -> None:
-        self._stalling.close()
+        self._stalled.close()
 
 
-def _fault() -> Fault:
-    return Fault(Path(os.environ[SCRIPT]).read_text())
-
-
-class ScriptedGloo(_FaultyGloo):
-    """A file names the fault, for replicas whose processes a test cannot reach."""
+class ScriptedSharedMemory(_FaultySharedMemory):
+    """A file names the consumer's fault, for replicas whose processes a test cannot reach."""
 
     link = _ScriptedLink
 

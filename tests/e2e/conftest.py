@@ -24,8 +24,8 @@ ARGUMENTS: dict[str, Any] = {
     "xavier_pool_bytes": "512MiB",
     "xavier_min_fetch_tokens": 256,  # fetch however busy the machine is
 }
-
-
+FETCH_TIMEOUT = 6.0
+"""Seconds: a default of the cluster."""
 SEPARATE_UID = "separate"
 REPLICAS = (f"{SEPARATE_UID}-rep0", f"{SEPARATE_UID}-rep1")
 
@@ -65,7 +65,7 @@ def launched(
 
 @pytest.fixture(scope="session")
 def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that tells `ScriptedGloo` which fault to inject."""
+    """The file that tells `ScriptedSharedMemory` which fault to inject."""
     file = tmp_path_factory.mktemp("fault") / "mode"
     file.write_text(Fault.NONE)
     return file
@@ -80,7 +80,7 @@ def cluster(model_folder: Path, fault: Path) -> Iterator[LocalCluster]:
         SCRIPT: str(fault),
         "XINFERENCE_DISABLE_METRICS": "0",
         "XINFERENCE_TRUST_REMOTE_CODE": "1",  # for a model whose code lacks a module
-        "XINFERENCE_XAVIER_FETCH_TIMEOUT": "6",  # a default of the cluster
+        "XINFERENCE_XAVIER_FETCH_TIMEOUT": f"{FETCH_TIMEOUT:g}",
     }
     log = ROOT / "build" / "test-cluster.log"
     with LocalCluster(log, host="0.0.0.0", environment=environment) as cluster:

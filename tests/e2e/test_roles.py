@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import requests
+from xinference.client import Client
 
 from examples.documents import document
 from examples.local_cluster import LocalCluster
 from tests.e2e import asking
 from tests.e2e.asking import ROWS, TIMEOUT, cached_tokens
-from tests.e2e.conftest import can_fetch, launched, wait_for_engine, wait_until
+from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, route_of
 from tests.harness import processes
 
@@ -32,12 +33,39 @@ SCHEMA = {"schema": {**COLOURS, "required": ["colour"], "additionalProperties": 
 
 @pytest.fixture(scope="module")
 def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
-    roles = {"xavier_roles": "prefill:1,decode:1", "xavier_prefill_threshold": 500}
-    with launched(cluster, UID, xavier_routing="auto", **roles):
+    """Its rows go over Gloo; those of other models of this cluster through shared memory."""
+    launch_by_python_client(
+        cluster,
+        **ARGUMENTS
+        | {"xavier_routing": "auto", "xavier_transport": "gloo"}
+        | {"xavier_roles": "prefill:1,decode:1", "xavier_prefill_threshold": 500},
+    )
+    try:
+        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
         ask(cluster, "Hello")  # the first one only lets the API process look for the model
         wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
         wait_until(lambda: divides(cluster), "a prefill has been measured")
         yield cluster
+    finally:
+        cluster.terminate(UID)
+
+
+def launch_by_python_client(cluster: LocalCluster, **options: Any) -> None:
+    """Launch with xinference's Python client, as the README does; other modules use other ways."""
+    Client(cluster.endpoint).launch_model(
+        model_name="small",
+        model_uid=UID,
+        model_engine="vLLM",
+        model_format="pytorch",
+        quantization="none",
+        model_size_in_billions=1,
+        replica=2,
+        n_gpu=None,
+        enforce_eager=True,
+        tensor_parallel_size=1,
+        **options,
+    )
+    cluster.wait_ready(UID, 2)
 
 
 def divides(cluster: LocalCluster) -> bool:

@@ -1,93 +1,44 @@
-"""The main job on real software: a replica does not compute again what another has computed."""
+"""The main job on real software: a replica does not compute again what another has computed, and
+whatever fails costs a recomputation at most."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
-from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from examples import long_document_questions, multi_turn_chat, retrieval
 from examples.documents import document, prompt, questions
-from examples.local_cluster import Completion, LocalCluster
+from examples.local_cluster import LocalCluster
 from tests.e2e.asking import CHUNK, ROWS, TIMEOUT, question, tracker_exists
-from tests.e2e.conftest import can_fetch, wait_until
-from tests.e2e.one_launch.conftest import UID
+from tests.e2e.conftest import FETCH_TIMEOUT, can_fetch, wait_until
+from tests.e2e.one_launch.conftest import UID, ask, compute, replicas, share
+from tests.faults import CORRUPT_ROW, Fault
 from tests.harness import asynchronous
-from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
 from xinference_xavier.serving.metrics import PREFIX
-from xinference_xavier.stats.answers import Reuse
 
-pytestmark = pytest.mark.main_job
+pytestmark = [pytest.mark.main_job, pytest.mark.usefixtures("empty_pools")]
 
 SALTS = find_spec("xinference.cache_isolation") is not None
 """From 4.1 on, xinference passes a request's `cache_salt` on."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def empty_pools(model: LocalCluster) -> None:
-    """Tests count what replicas hold; what other modules have left would be evicted meanwhile."""
-    with XavierClient(model.endpoint) as client:
-        client.flush(UID)
-    wait_until(
-        lambda: not any(each["holdings"] for each in replicas(model).values()),
-        "the tracker knows that the pools are empty",
-    )
-
-
-def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
-    return cluster.members(UID)
-
-
-def ask(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
-    """The incarnation of the replica that answered, and its answer."""
-    before = replicas(cluster)
-    answer = cluster.complete(UID, text, **options)
-    answered: list[str] = []
-
-    def one_more_finished() -> bool:
-        answered[:] = [
-            incarnation
-            for incarnation, replica in replicas(cluster).items()
-            if replica["requests"] > before[incarnation]["requests"]
-        ]
-        return bool(answered)
-
-    wait_until(one_more_finished, "a replica has counted the request")
-    assert len(answered) == 1
-    return answered[0], answer
-
-
-def compute(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
-    """Have one replica compute `text`: its incarnation, once the chunks are published, and its
-    answer."""
-    before = replicas(cluster)
-    replica, answer = ask(cluster, text, **options)
-    held = before[replica]["holdings"] + answer.prompt_tokens // CHUNK
-    wait_until(
-        lambda: replicas(cluster)[replica]["holdings"] >= held,
-        f"{replica} has published {held} chunks",
-    )
-    return replica, answer
-
-
-def share(cluster: LocalCluster, seed: int) -> tuple[str, str, Completion]:
-    """Have one replica compute a document, then ask the other: (donor, consumer, answer)."""
-    donor, _ = compute(cluster, question(seed))
-    consumer, answer = ask(cluster, question(seed))
-    assert consumer != donor, "xinference sends requests to the replicas in turn"
-    return donor, consumer, answer
+def rolled_back(replica: Mapping[str, Any]) -> Counter[str]:
+    """How many of its fetches were rolled back, by reason."""
+    return Counter(replica["fetches"]["rolled_back"])
 
 
 def test_its_engines_schedule_as_engines_on_gpus_do(model: LocalCluster) -> None:
@@ -160,52 +111,6 @@ def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None
     assert shared.cached_tokens > 0
 
 
-def test_explain_predicts_what_a_request_reuses(model: LocalCluster) -> None:
-    before = replicas(model)
-    donor, cold = compute(model, question(110))
-    (consumer,) = set(before) - {donor}
-    whole = cold.prompt_tokens // CHUNK * CHUNK
-    rest = cold.prompt_tokens - whole
-    with XavierClient(model.endpoint) as client:
-        answer = client.explain(UID, question(110))
-    assert (answer.prompt_tokens, answer.chunk_tokens) == (cold.prompt_tokens, CHUNK)
-    assert {chunk.holders for chunk in answer.chunks} == {frozenset({donor})}
-    assert answer.reuse == {
-        donor: Reuse(local_pool=whole, computed=rest),
-        consumer: Reuse(remote=whole, computed=rest),
-    }
-    asked, remote = ask(model, question(110))
-    assert (asked, remote.cached_tokens) == (consumer, answer.reuse[consumer].remote)
-
-
-def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
-    """xinference applies its own chat template for the model, and `explain` the engine's."""
-    messages = [{"role": "user", "content": question(112)}]
-    before = replicas(model)
-    body = {"model": UID, "messages": messages, "max_tokens": 1}
-    model.call("POST", "/v1/chat/completions", body)
-
-    def held() -> bool:
-        answer = client.explain(UID, messages=messages)
-        return len(answer.chunks) > 10 and all(chunk.holders for chunk in answer.chunks)
-
-    with XavierClient(model.endpoint) as client:
-        wait_until(held, "a replica holds every chunk of the chat")
-    assert set(replicas(model)) == set(before)
-
-
-def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
-    donor, cold = compute(model, question(111))
-    with XavierClient(model.endpoint) as client:
-        dropped = client.flush(UID)
-    assert [replica.pool.used for replica in dropped.replicas] == [0, 0]
-    wait_until(lambda: replicas(model)[donor]["holdings"] == 0, "the tracker knows of the flush")
-    asked, again = ask(model, question(111))
-    assert asked != donor
-    assert (again.cached_tokens, again.tokens) == (0, cold.tokens)
-    share(model, seed=113)
-
-
 def test_of_two_that_get_a_long_prompt_at_once_one_computes_it(model: LocalCluster) -> None:
     """The answers are equal even if waiting did not pay on a busy machine."""
     before = replicas(model)
@@ -220,28 +125,6 @@ def test_of_two_that_get_a_long_prompt_at_once_one_computes_it(model: LocalClust
         return sum(after[each]["waits"][name] - before[each]["waits"][name] for each in before)
 
     wait_until(lambda: counted("claimed") == counted("waited") == 1, "one computed, one waited")
-
-
-@pytest.mark.parametrize(
-    ("example", "words"),
-    [
-        (long_document_questions.main, "--documents 1 --rows 40 --questions 2"),
-        (multi_turn_chat.main, "--rows 40 --turns 2"),
-        (retrieval.main, "--passages 2 --rows 20 --questions 1"),
-    ],
-    ids=["long documents", "chat", "retrieval"],
-)
-def test_an_example_shows_what_came_from_a_peer(
-    model: LocalCluster,
-    capsys: pytest.CaptureFixture[str],
-    example: Callable[[Sequence[str]], None],
-    words: str,
-) -> None:
-    example(["--endpoint", model.endpoint, "--model", UID, "--max-tokens", "4", *words.split()])
-    shown = capsys.readouterr().out
-    computed, copied = re.findall(r" s to the first token, .* ([\d,]+) remote, ", shown)
-    assert computed == "0"
-    assert int(copied.replace(",", "")) > 1000
 
 
 def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) -> None:
@@ -262,17 +145,6 @@ def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) 
     first, second = (each["fingerprint_fields"] for each in self_checks)
     assert first == second
     assert first["model.dtype"] == "torch.float32"
-
-
-def test_defaults_of_the_cluster_apply_and_are_named(model: LocalCluster) -> None:
-    """The launch has a queue of its own, and the environment a time limit of fetches."""
-    for replica in model.xavier(UID)["replicas"]:
-        assert replica["from_environment"] == ["fetch_timeout"]
-    with XavierClient(model.endpoint) as client:
-        for check in client.cluster()["models"][UID]["self_checks"].values():
-            assert (check["config"]["fetch_timeout"], check["config"]["queue"]) == (6.0, 20)
-    doctor = CliRunner().invoke(main, ["doctor", "-e", model.endpoint])
-    assert f"{UID}: {UID}-rep0 has xavier_fetch_timeout from the environment" in doctor.output
 
 
 def test_events_are_heard_over_xinferences_own_server(model: LocalCluster) -> None:
@@ -343,42 +215,53 @@ def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalClu
     assert replicas(model)[consumer]["transfer_restarts"] == 1
 
 
-def test_a_replica_added_later_gets_hits(model: LocalCluster) -> None:
-    known = set(replicas(model))
-    text = question(108)
-    cold = model.complete(UID, text)
-    held = sum(replica["holdings"] for replica in replicas(model).values())
-    model.add_replica(UID)
-    wait_until(lambda: can_fetch(model, UID, 3), "the third replica has joined")
-    (added,) = set(replicas(model)) - known
-    assert held > 0
-    answers = [ask(model, text) for _ in range(3)]
-    hit = next(answer for incarnation, answer in answers if incarnation == added)
-    assert hit.cached_tokens == cold.prompt_tokens // CHUNK * CHUNK
-    assert hit.tokens == cold.tokens
+def test_a_damaged_byte_is_noticed_and_the_answer_is_right(
+    model: LocalCluster, fault: Path
+) -> None:
+    donor, cold = compute(model, question(116))
+    before = replicas(model)
+    fault.write_text(Fault.CORRUPT)
+    try:
+        consumer, answer = ask(model, question(116))
+    finally:
+        fault.write_text(Fault.NONE)
+    assert consumer != donor
+    assert answer.tokens == cold.tokens
+    assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
+    earlier, now = before[consumer], replicas(model)[consumer]
+    assert rolled_back(now) - rolled_back(earlier) == {"checksum": 1}
+    # The rows before the damaged one count, as many as were there when it was found.
+    assert now["hits"]["remote"] - earlier["hits"]["remote"] <= CORRUPT_ROW * CHUNK
 
 
-def test_a_removed_replica_disappears_from_the_tracker(model: LocalCluster) -> None:
-    before = len(replicas(model))
-    last = max(replica["replica_id"] for replica in model.replicas(UID))
-    model.remove_replica(UID, last)
-    wait_until(lambda: len(replicas(model)) == before - 1, "the replica is gone")
+def test_a_donor_killed_while_it_serves_costs_a_recomputation(
+    model: LocalCluster, fault: Path
+) -> None:
+    """One of the last, because it costs a replica."""
+    donor, cold = compute(model, question(117))
+    before = replicas(model)
+    (consumer,) = set(before) - {donor}
+    engine = psutil.Process(before[donor]["transfer_pid"]).parent()
+    assert engine is not None
 
+    def is_fetching() -> bool:
+        fetches = [each[consumer]["fetches"]["started"] for each in (before, replicas(model))]
+        return fetches[0] < fetches[1]
 
-def test_an_operator_tries_whether_sharing_helps(model: LocalCluster) -> None:
-    """And finds routing and sharing as they were."""
-    with XavierClient(model.endpoint) as client, ExitStack() as at_end:
-        at_end.callback(client.set_routing, UID, "off")
-        client.set_routing(UID, "backlog")
-        tried = CliRunner().invoke(main, ["try", UID, "-e", model.endpoint, "--tokens", "3000"])
-        assert tried.exit_code == 0, tried.output
-        for said in ("sharing off", "from: remote", "answers are equal", "helps: "):
-            assert said in tried.output
-        too_short = CliRunner().invoke(main, ["try", UID, "-e", model.endpoint, "--tokens", "20"])
-        assert too_short.exit_code == 2
-        assert "no replica offers the prompt" in too_short.output
-        assert client.status(UID).enabled
-        assert client.status(UID).routing.mode == "backlog"
+    fault.write_text(Fault.STALL)
+    began = time.monotonic()
+    try:
+        with ThreadPoolExecutor(1) as client:
+            asking = client.submit(model.complete, UID, question(117))
+            wait_until(is_fetching, "the fetch is under way")
+            engine.send_signal(signal.SIGKILL)
+            answer = asking.result()
+    finally:
+        fault.write_text(Fault.NONE)
+    assert answer.tokens == cold.tokens
+    # Decided by the deadline, then computed.
+    assert time.monotonic() - began < FETCH_TIMEOUT + 10 * cold.seconds
+    assert rolled_back(replicas(model)[consumer]) - rolled_back(before[consumer])
 
 
 def test_terminating_the_model_leaves_no_actor_of_ours(model: LocalCluster) -> None:
