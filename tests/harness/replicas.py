@@ -321,7 +321,7 @@ class _Inside:
 
     def is_warm(self) -> bool:
         """Whether it takes requests."""
-        return self.replica.warm_join.ended
+        return self.replica.warm_join.ended.is_set()
 
     def reset(self) -> None:
         self.replica.tier.reset()

@@ -225,7 +225,8 @@ async def _copy_rows(
 
 class WarmJoin:
     """A new replica's part. `seconds` bounds it; 0 switches it off. `can_fetch` says whether the
-    replica knows its peers and has what it takes to fetch from them."""
+    replica knows its peers and has what it takes to fetch from them. `ended`
+    is set in any case."""
 
     def __init__(
         self,
@@ -247,17 +248,9 @@ class WarmJoin:
         self._canary = canary
         self._fetcher = fetcher
         self._can_fetch = can_fetch
-        self._ended = asyncio.Event()
+        self.ended = asyncio.Event()
         self._log = RateLimitedLog(logger)
         self.stats = WarmJoinStats()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
-
-    async def wait(self) -> None:
-        """Return when the warm join has ended, which it always does."""
-        await self._ended.wait()
 
     async def run(self) -> None:
         try:
@@ -267,7 +260,7 @@ class WarmJoin:
             self.stats.failures += 1
             logger.exception("warm join failed: incarnation=%s", self._incarnation)
         finally:
-            self._ended.set()
+            self.ended.set()
 
     async def _run(self) -> None:
         patience = time.monotonic() + _START_PATIENCE

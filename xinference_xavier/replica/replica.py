@@ -91,7 +91,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         self.explain = replica.explainer.explain
         self.sketch = replica.canary.answer
         self.hottest = replica.recent.hottest
-        self.warm_join = replica.warm_join.wait
+        self.warm_join = replica.warm_join.ended.wait
         self.keep = replica.kept.keep
         self.drain = replica.drain
         self.take_over = replica.hand_over.take
@@ -152,7 +152,7 @@ class Replica:
             mirror=self.mirror,
             holdings=self._holdings,
             stats=self.stats,
-            load_reporter=LoadReporter(engine, ready=lambda: self.warm_join.wait()),
+            load_reporter=LoadReporter(engine, ready=lambda: self.warm_join.ended.wait()),
             on_members=self._members_changed,
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,
