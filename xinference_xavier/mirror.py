@@ -51,9 +51,6 @@ class PeerSets:
         self._shared: dict[int, int] = {}
         self._replicas: dict[int, int] = {}  # what `replicas` has answered
 
-    def __contains__(self, peer: str) -> bool:
-        return peer in self._numbers
-
     @property
     def peers(self) -> Set[str]:
         return self._numbers.keys()

@@ -409,7 +409,7 @@ def test_a_set_names_its_peers(sets: PeerSets) -> None:
 
 def test_strangers_are_in_no_set(sets: PeerSets) -> None:
     assert sets.set_of(["stranger", "b"]) == sets.bit("b")
-    assert "stranger" not in sets
+    assert "stranger" not in sets.peers
 
 
 def test_a_set_from_before_everything_was_forgotten_names_nobody(sets: PeerSets) -> None:
