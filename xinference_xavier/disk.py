@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 _VERSION = 1
 _INDEX, _ROWS, _LOCK = "index.db", "rows", "lock"
@@ -306,12 +306,8 @@ def is_damage(error: Exception) -> bool:
     return type(error) is sqlite3.DatabaseError or isinstance(error, (TypeError, ValueError))
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
 @contextmanager
-def closing_on_error(opened: _Closes) -> Iterator[None]:
+def closing_on_error(opened: sqlite3.Connection | Store) -> Iterator[None]:
     try:
         yield
     except BaseException:
