@@ -111,13 +111,14 @@ class StillEngine(Engine):
 
     def __init__(self) -> None:
         self.counted: dict[str, Any] = {}
+        self.reported: Load | None = None
         self.results: list[ProbeResult] = []
         self.finished: list[Sequence[bytes]] = []
         super().__init__(
             chunk_numbers,
             sketch=None,
             stats=lambda: self.counted,
-            load=lambda: None,
+            load=lambda: self.reported,
             work_on_probes=lambda: _taken(self.results),
             take_prompts=tuple,
             take_computed=tuple,
@@ -287,7 +288,7 @@ class _Inside:
 
     def report_load(self, load: Load | None) -> None:
         """Report this load from now on; None: none."""
-        self.engine.load = lambda: load
+        self.engine.reported = load
 
     def trace(self) -> None:
         """Set up tracing, as an operator does."""

@@ -238,7 +238,7 @@ class Scene:
         """The reports since the last call, once the reporter has had time to look. The first call
         starts it."""
         if self.running is None:
-            reporter = LoadReporter(self, lambda: self.now, self.ready.wait)
+            reporter = LoadReporter(self.load, self.take_prompts, self.ready.wait, lambda: self.now)
             self.running = asyncio.create_task(reporter.run(self._call))
         await let_others_run()
         reports, self._reports = self._reports, []

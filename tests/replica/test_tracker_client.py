@@ -7,8 +7,8 @@ import os
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import xoscar as xo
@@ -55,6 +55,10 @@ class WatchedMirror(Mirror):
                 await self._applied_one.wait()
 
 
+def reporter(load: Load | None) -> LoadReporter:
+    return LoadReporter(lambda: load, tuple, ready=partial(asyncio.sleep, 0))
+
+
 class Peer:
     """A replica: a pool that is a set, its client and its mirror."""
 
@@ -79,7 +83,7 @@ class Peer:
                 "mirror": self.mirror,
                 "holdings": lambda: self.pool,
                 "stats": lambda: {"pool": len(self.pool)},
-                "load_reporter": LoadReporter(Mock(load=lambda: None)),
+                "load_reporter": reporter(None),
                 "on_members": self.peers.append,
                 "on_joined": self.secrets.append,
                 "heartbeat": 0.05,
@@ -266,8 +270,7 @@ async def test_routers_learn_a_replica_s_load_until_it_leaves(
 ) -> None:
     """A new tracker is told at once, too."""
     load = Load(Serving(128, 4096), prefill_tokens=7, prefill_s=None, requests=1)
-    engine = Mock(load=lambda: load, take_prompts=lambda: ())
-    a = await peers.start("a", load_reporter=LoadReporter(engine))
+    a = await peers.start("a", load_reporter=reporter(load))
     await peers.start("b")
     found = await until_loads(tracker, "a")
     assert [each.load for each in found.loads] == [load]

@@ -152,7 +152,9 @@ class Replica:
             mirror=self.mirror,
             holdings=self._holdings,
             stats=self.stats,
-            load_reporter=LoadReporter(engine, ready=lambda: self.warm_join.ended.wait()),
+            load_reporter=LoadReporter(
+                engine.load, engine.take_prompts, ready=lambda: self.warm_join.ended.wait()
+            ),
             on_members=self._members_changed,
             on_joined=lambda secret: spawn(self._process.configure(secret)),
             on_session=self._events.tracker_session,

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
@@ -151,27 +151,19 @@ _MUCH = 0.25
 _LITTLE = 0.05  # seconds that are never much
 
 
-class Source(Protocol):
-    def load(self) -> Load | None:
-        """None while the engine starts."""
-
-    def take_prompts(self) -> tuple[ScheduledPrompt, ...]: ...
-
-
-async def _at_once() -> None:
-    pass
-
-
 class LoadReporter:
-    """Reports nothing until `ready` returns: the replica takes requests from then on."""
+    """Reports nothing until `ready` returns: the replica takes requests from then on. `load` is
+    None while the engine starts."""
 
     def __init__(
         self,
-        source: Source,
+        load: Callable[[], Load | None],
+        take_prompts: Callable[[], tuple[ScheduledPrompt, ...]],
+        ready: Callable[[], Awaitable[object]],
         clock: Callable[[], float] = time.monotonic,
-        ready: Callable[[], Awaitable[object]] = _at_once,
     ) -> None:
-        self._source = source
+        self._load = load
+        self._take_prompts = take_prompts
         self._ready = ready
         self._clock = clock
         self._failed = False
@@ -183,7 +175,7 @@ class LoadReporter:
         while True:
             now = self._clock()
             if (load := self._current_load()) is not None:
-                prompts = self._source.take_prompts()
+                prompts = self._take_prompts()
                 if now >= at + INTERVAL or prompts or _differs(reported, load, now - at):
                     listened = await call("report_load", load, prompts)
                     reported, at = load, now
@@ -191,7 +183,7 @@ class LoadReporter:
 
     def _current_load(self) -> Load | None:
         try:
-            return self._source.load()
+            return self._load()
         except Exception:  # sharing goes on without it
             if not self._failed:
                 logger.exception("load failed, so routers know nothing of this replica")
