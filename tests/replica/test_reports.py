@@ -4,6 +4,7 @@ reported from time to time, and at once where a router would be wrong."""
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,13 @@ from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
 from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
 from xinference_xavier.replica import reports as module
 from xinference_xavier.replica.fetcher import FetchCounts
+from xinference_xavier.replica.replica import Replica
 from xinference_xavier.replica.reports import (
     Counters,
     EventReporter,
     LoadReporter,
     Publisher,
     SharingLog,
-    replica_stats,
 )
 from xinference_xavier.stats.schema import (
     ComparisonStats,
@@ -130,25 +131,25 @@ class Mirror:
         return 8
 
 
-def stats(counts: FetchCounts) -> ReplicaStats:
-    return replica_stats(
-        {"hits": HITS, "requests": 2},
-        ("queue",),
-        counts,
-        row_bytes=64,
-        cache_rows=24,
-        engines=25,
-        pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),  # type: ignore[arg-type]
-        donor=SimpleNamespace(grants=[1, 2], refused=7),  # type: ignore[arg-type]
-        mirror=Mirror(),  # type: ignore[arg-type]
-        canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),  # type: ignore[arg-type]
-        warm_join=WarmJoinStats(20, 1.5, 21),
-        disk=SimpleNamespace(report=lambda: DISK),  # type: ignore[arg-type]
-        process=SimpleNamespace(pid=11, starts=3, failed_calls=12),  # type: ignore[arg-type]
-        hooks=SimpleNamespace(failed=13, dropped=14),  # type: ignore[arg-type]
-        not_sharing="no peers",
-        refused_posts=15,
+def stats(counts: FetchCounts) -> dict[str, Any]:
+    replica: Any = SimpleNamespace(
+        _engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
+        _config=SimpleNamespace(from_environment=("queue",), engines=25),
+        _fetcher=SimpleNamespace(counts=counts),
+        _region=SimpleNamespace(row_bytes=64),
+        _cache_rows=24,
+        _pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),
+        donor=SimpleNamespace(grants=[1, 2], refused=7),
+        mirror=Mirror(),
+        canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
+        warm_join=SimpleNamespace(stats=WarmJoinStats(20, 1.5, 21)),
+        _disk=SimpleNamespace(report=lambda: DISK),
+        _process=SimpleNamespace(pid=11, starts=3, failed_calls=12),
+        _events=SimpleNamespace(hooks=SimpleNamespace(failed=13, dropped=14)),
+        _not_sharing=lambda: "no peers",
+        _background=SimpleNamespace(refused=15),
     )
+    return Replica.stats(replica)
 
 
 def test_every_count_is_reported() -> None:
@@ -158,7 +159,7 @@ def test_every_count_is_reported() -> None:
         in_flight=Counter(a=6),
         received=Counter(a=2, b=8),
     )
-    assert stats(counts) == ReplicaStats(
+    expected = ReplicaStats(
         from_environment=["queue"],
         hits=HITS,
         requests=2,
@@ -179,13 +180,14 @@ def test_every_count_is_reported() -> None:
         transfer_restarts=2,
         transfer_failed_calls=12,
     )
+    assert stats(counts) == asdict(expected)
 
 
 def test_the_donors_of_the_most_bytes_have_names() -> None:
     counts = FetchCounts(received=Counter({str(number): number for number in range(200)}))
-    reported = stats(counts)
-    assert len(reported.received_from) == 100
-    assert reported.received_from["199"] == 199 * 64
+    received = stats(counts)["received_from"]
+    assert len(received) == 100
+    assert received["199"] == 199 * 64
 
 
 # -- the load --------------------------------------------------------------------------------------

@@ -43,12 +43,13 @@ from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import Background, PeerTier
-from xinference_xavier.replica.reports import EventReporter, LoadReporter, SharingLog, replica_stats
+from xinference_xavier.replica.reports import EventReporter, LoadReporter, SharingLog
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import LoopThread, Rollback, finishing, spawn
 from xinference_xavier.runtime.net import check_range, listen, own_host
+from xinference_xavier.stats import schema
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ _LINKS_INTERVAL = 10.0  # seconds, as are the others
 _HOUSEKEEPING_INTERVAL = 1.0
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
+_MAX_DONORS = 100  # reported by name
 
 
 @dataclass
@@ -425,24 +427,30 @@ class Replica:
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
+        row_bytes, counts, process = self._region.row_bytes, self._fetcher.counts, self._process
+        received, hooks = counts.received.most_common(_MAX_DONORS), self._events.hooks
         return asdict(
-            replica_stats(
-                self._engine.stats(),
-                self._config.from_environment,
-                self._fetcher.counts,
-                row_bytes=self._region.row_bytes,
-                cache_rows=self._cache_rows,
-                engines=self._config.engines,
-                pool=self._pool,
-                donor=self.donor,
-                mirror=self.mirror,
-                canary=self.canary,
+            schema.ReplicaStats(
+                **self._engine.stats(),
+                from_environment=[*self._config.from_environment],
+                bytes_received=counts.rows * row_bytes,
+                received_from={donor: rows * row_bytes for donor, rows in received},
+                fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
+                fetches=counts.fetches,
+                pool=schema.PoolStats(
+                    *self._pool.counts(), row_bytes, self._cache_rows, self._config.engines
+                ),
+                grants=schema.GrantStats(live=len(self.donor.grants), refused=self.donor.refused),
+                mirror=schema.MirrorStats(keys=len(self.mirror), dropped=self.mirror.dropped),
+                comparison=self.canary.stats,
                 warm_join=self.warm_join.stats,
-                disk=self._disk,
-                process=self._process,
-                hooks=self._events.hooks,
+                disk=schema.DiskStats() if self._disk is None else self._disk.report(),
+                hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
                 not_sharing=self._not_sharing(),
                 refused_posts=self._background.refused,
+                transfer_pid=process.pid,
+                transfer_restarts=max(0, process.starts - 1),
+                transfer_failed_calls=process.failed_calls,
             )
         )
 

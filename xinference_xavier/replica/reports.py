@@ -1,5 +1,5 @@
-"""What a replica reports: its holdings, load and stats to the tracker, events to the tracker and to
-the operator's hook, and whether sharing works to the log.
+"""What a replica reports: its holdings and load to the tracker, events to the tracker and to the
+operator's hook, and whether sharing works to the log.
 
 Holdings go in batches of changes, or all at once: after a batch that the tracker refuses, and after
 every new session, a snapshot follows. So nobody has to remember what was delivered. The load goes
@@ -23,15 +23,12 @@ from xinference_xavier.events import (
     AuditFailed,
     Event,
     FetchRolledBack,
-    Hooks,
     ReplicasDiffer,
     TrackerLost,
     TrackerRegained,
     event_dict,
     hooks_of,
 )
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import (
@@ -42,13 +39,7 @@ from xinference_xavier.protocol.tracker import (
     pack,
     replica_of,
 )
-from xinference_xavier.replica.canary import Canary, Difference
-from xinference_xavier.replica.disk import Disk
-from xinference_xavier.replica.donor import Donor
-from xinference_xavier.replica.fetcher import FetchCounts
-from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.stats import schema
-from xinference_xavier.stats.schema import WarmJoinStats
+from xinference_xavier.replica.canary import Difference
 
 logger = logging.getLogger(__name__)
 
@@ -197,53 +188,6 @@ def _differs(reported: Load | None, load: Load, passed: float) -> bool:
         return load != reported
     expected = max(0.0, (reported.prefill_s or 0.0) - passed)
     return abs(load.prefill_s - expected) > max(_LITTLE, _MUCH * expected)
-
-
-_MAX_DONORS = 100  # reported by name
-
-
-def replica_stats(
-    engine: dict[str, Any],
-    from_environment: tuple[str, ...],
-    counts: FetchCounts,
-    *,
-    row_bytes: int,
-    cache_rows: int,
-    engines: int,
-    pool: Pool,
-    donor: Donor,
-    mirror: Mirror,
-    canary: Canary,
-    warm_join: WarmJoinStats,
-    disk: Disk | None,
-    process: TransferProcess,
-    hooks: Hooks,
-    not_sharing: str | None,
-    refused_posts: int,
-) -> schema.ReplicaStats:
-    """`engine` are the fields that the engine counts."""
-    return schema.ReplicaStats(
-        **engine,
-        from_environment=[*from_environment],
-        bytes_received=counts.rows * row_bytes,
-        received_from={
-            name: rows * row_bytes for name, rows in counts.received.most_common(_MAX_DONORS)
-        },
-        fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
-        fetches=counts.fetches,
-        pool=schema.PoolStats(*pool.counts(), row_bytes, cache_rows, engines),
-        grants=schema.GrantStats(live=len(donor.grants), refused=donor.refused),
-        mirror=schema.MirrorStats(keys=len(mirror), dropped=mirror.dropped),
-        comparison=canary.stats,
-        warm_join=warm_join,
-        disk=schema.DiskStats() if disk is None else disk.report(),
-        hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
-        not_sharing=not_sharing,
-        refused_posts=refused_posts,
-        transfer_pid=process.pid,
-        transfer_restarts=max(0, process.starts - 1),
-        transfer_failed_calls=process.failed_calls,
-    )
 
 
 class EventReporter:
