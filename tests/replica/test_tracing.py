@@ -66,15 +66,3 @@ def test_a_span_belongs_to_a_trace(
     parent = only(exported).parent
     found = parent and (f"{parent.trace_id:032x}", f"{parent.span_id:016x}")
     assert found == expected
-
-
-def test_without_tracing_no_attributes_are_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """There is no tracer provider."""
-    monkeypatch.setattr(fetcher, "_prefixed", lambda attributes: pytest.fail("made"))
-    monkeypatch.setattr(fetcher, "_TRACER", trace.NoOpTracer())
-    span = FetchSpan(HEADERS)
-    span.add_event("granted", chunks=5)
-    span.end("timeout", donor="a")
-    assert not span._span.is_recording()

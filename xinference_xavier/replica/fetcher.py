@@ -6,7 +6,7 @@ the replica's background loop. A fetch ends by its deadline even if its rows may
 those stay in quarantine until the transfer process is done with them.
 
 Each fetch is a span where the engine traces with OpenTelemetry. Without a tracer provider from
-vLLM, a span records nothing and its attributes are not computed.
+vLLM, a span records nothing.
 """
 
 import asyncio
@@ -58,15 +58,13 @@ class FetchSpan:
         self._span = _TRACER.start_span(SPAN_NAME, context=context, kind=trace.SpanKind.CLIENT)
 
     def add_event(self, name: str, **attributes: str | int) -> None:
-        if self._span.is_recording():
-            self._span.add_event(f"{_PREFIX}{name}", _prefixed(attributes))
+        self._span.add_event(f"{_PREFIX}{name}", _prefixed(attributes))
 
     def end(self, failure: str | None, **attributes: str | int) -> None:
         """`failure` says why the fetch was rolled back; None if it was committed."""
-        if self._span.is_recording():
-            self._span.set_attributes(_prefixed(attributes))
-            if failure is not None:
-                self._span.set_status(trace.Status(trace.StatusCode.ERROR, failure))
+        self._span.set_attributes(_prefixed(attributes))
+        if failure is not None:
+            self._span.set_status(trace.Status(trace.StatusCode.ERROR, failure))
         self._span.end()
 
 
