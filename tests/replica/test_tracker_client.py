@@ -122,7 +122,11 @@ class Peers:
 
     def __init__(self, address: str) -> None:
         self.address: str | None = address
+        self.tracker: Any = None
         self.all: list[Peer] = []
+
+    async def new_tracker(self, **arguments: float) -> None:
+        self.tracker = await create_tracker(self.address, **arguments)
 
     async def locate(self) -> str:
         if self.address is None:
@@ -147,23 +151,23 @@ class Peers:
         self.all.append(peer)
         return peer
 
-    async def lose(self, tracker: Any) -> None:
-        """Destroy the tracker. All running peers have noticed it on return."""
-        await xo.destroy_actor(tracker)
+    async def lose_tracker(self) -> None:
+        """All running peers have noticed it on return."""
+        await xo.destroy_actor(self.tracker)
         await until_lost(*(peer for peer in self.all if peer.task and not peer.task.done()))
 
 
 @pytest.fixture
 async def peers(pool: Any) -> AsyncIterator[Peers]:
+    """With a tracker."""
     peers = Peers(pool.external_address)
+    await peers.new_tracker()
     yield peers
     for peer in peers.all:
         await peer.crash()
 
 
-async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(
-    peers: Peers, tracker: Any
-) -> None:
+async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(peers: Peers) -> None:
     a, b = await peers.start_two()
     a.store(K1, K2)
     await b.sees(K1, "a")
@@ -176,12 +180,12 @@ async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(
     assert a.mirror.known_holders(K2) == ()
 
 
-async def test_what_was_there_before_joining_is_published_too(peers: Peers, tracker: Any) -> None:
+async def test_what_was_there_before_joining_is_published_too(peers: Peers) -> None:
     await peers.start_two(K1)
 
 
 async def test_keys_queued_together_travel_as_one_publication_with_their_net_effect(
-    peers: Peers, tracker: Any
+    peers: Peers,
 ) -> None:
     a, b = await peers.start_two(K3)
     a.store(K1)
@@ -196,7 +200,7 @@ async def test_keys_queued_together_travel_as_one_publication_with_their_net_eff
 
 
 async def test_withdrawn_keys_wait_for_the_next_held_ones(
-    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A publication takes time from the engine and the tracker."""
     monkeypatch.setattr(reports_module, "FLUSH_DELAY", 0.0)
@@ -212,7 +216,7 @@ async def test_withdrawn_keys_wait_for_the_next_held_ones(
 
 
 async def test_a_snapshot_replaces_a_queue_that_is_too_long(
-    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reports_module, "MAX_QUEUED", 2)
     a, b = await peers.start_two()
@@ -223,26 +227,17 @@ async def test_a_snapshot_replaces_a_queue_that_is_too_long(
     assert (a.client.counters.batches, a.client.counters.replacements) == (0, 2)
 
 
-async def test_two_replicas_of_one_incarnation_end_each_other_s_sessions(
-    peers: Peers, tracker: Any
-) -> None:
+async def test_two_replicas_of_one_incarnation_end_each_other_s_sessions(peers: Peers) -> None:
     errors: list[Exception | None] = []
     a = await peers.start("a", on_session=errors.append)
-    await tracker.replace("namespace", "a", 7, K1)
+    await peers.tracker.replace("namespace", "a", 7, K1)
     a.store(K2)
     await until_lost(a)
     assert errors[0] is None
     assert "another replica must not use this incarnation" in str(errors[1])
 
 
-async def test_a_replica_knows_the_secret_when_it_has_joined(peers: Peers, tracker: Any) -> None:
-    a, b = await peers.start_two()
-    assert a.client.secret is not None
-    assert a.secrets == b.secrets == [a.client.secret]
-    assert a.client.joined.is_set()
-
-
-async def test_a_replica_serves_once_it_says_so(peers: Peers, tracker: Any) -> None:
+async def test_a_replica_serves_once_it_says_so(peers: Peers) -> None:
     """At once, and not with the next heartbeat."""
     a, b = await peers.start("a", K1, heartbeat=3600.0), await peers.start("b")
     await b.sees(K1, "a")
@@ -265,23 +260,21 @@ async def until_loads(tracker: Any, *incarnations: str) -> Observation:
             version = found.version
 
 
-async def test_routers_learn_a_replica_s_load_until_it_leaves(
-    pool: Any, peers: Peers, tracker: Any
-) -> None:
+async def test_routers_learn_a_replica_s_load_until_it_leaves(peers: Peers) -> None:
     """A new tracker is told at once, too."""
     load = Load(Serving(128, 4096), prefill_tokens=7, prefill_s=None, requests=1)
     a = await peers.start("a", load_reporter=reporter(load))
     await peers.start("b")
-    found = await until_loads(tracker, "a")
+    found = await until_loads(peers.tracker, "a")
     assert [each.load for each in found.loads] == [load]
-    await xo.destroy_actor(tracker)
-    tracker = await create_tracker(pool.external_address)
-    await until_loads(tracker, "a")
+    await xo.destroy_actor(peers.tracker)
+    await peers.new_tracker()
+    await until_loads(peers.tracker, "a")
     await a.client.leave()
-    await until_loads(tracker)
+    await until_loads(peers.tracker)
 
 
-async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
+async def test_heartbeats_carry_events(peers: Peers) -> None:
     """Each event once. If there are too many, the oldest are dropped."""
 
     def outage(reason: str) -> dict[str, Any]:
@@ -290,8 +283,8 @@ async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
     async def reported(number: int) -> list[str | None]:
         """The reasons of the events, once there are `number`."""
         async with asyncio.timeout(PATIENCE):
-            while len(records := await tracker.wait_events(0, 0.0)) < number:
-                await tracker.wait_events(records[-1].number if records else 0, PATIENCE)
+            while len(records := await peers.tracker.wait_events(0, 0.0)) < number:
+                await peers.tracker.wait_events(records[-1].number if records else 0, PATIENCE)
         return [event.get("reason") for _, event in records]
 
     events = deque([outage("1")], maxlen=2)
@@ -301,7 +294,7 @@ async def test_heartbeats_carry_events(peers: Peers, tracker: Any) -> None:
     assert await reported(4) == [None, "1", "3", "4"]
 
 
-async def test_heartbeats_carry_stats(peers: Peers, tracker: Any) -> None:
+async def test_heartbeats_carry_stats(peers: Peers) -> None:
     asked = asyncio.Semaphore(0)
 
     def stats() -> dict[str, object]:
@@ -313,11 +306,11 @@ async def test_heartbeats_carry_stats(peers: Peers, tracker: Any) -> None:
         # When it is asked for the second ones, the first ones have arrived.
         await asked.acquire()
         await asked.acquire()
-    (replica,) = (await tracker.status())["namespaces"]["namespace"]["replicas"]
+    (replica,) = (await peers.tracker.status())["namespaces"]["namespace"]["replicas"]
     assert replica["stats"] == {"requests": 5, "stale": True}
 
 
-async def test_failing_stats_do_not_end_the_membership(peers: Peers, tracker: Any) -> None:
+async def test_failing_stats_do_not_end_the_membership(peers: Peers) -> None:
     failed = asyncio.Event()
 
     def stats() -> dict[str, object]:
@@ -331,18 +324,17 @@ async def test_failing_stats_do_not_end_the_membership(peers: Peers, tracker: An
     assert (a.client.joined.is_set(), a.client.counters.failures) == (True, 0)
 
 
-async def test_a_lost_tracker_is_filled_again_by_its_replicas(
-    pool: Any, peers: Peers, tracker: Any
-) -> None:
+async def test_a_lost_tracker_is_filled_again_by_its_replicas(peers: Peers) -> None:
     """They say what they hold, who serves, and whether sharing is switched off."""
     a, b = await peers.start_two(K1)
+    assert a.secrets == b.secrets == [a.client.secret]
     a.client.set_serving(True)
-    await tracker.set_enabled(False)
+    await peers.tracker.set_enabled(False)
     await a.mirror.until(lambda mirror: not mirror.enabled)
-    await peers.lose(tracker)
+    await peers.lose_tracker()
     a.store(K2)
     assert b.mirror.known_holders(K1) == ("a",), "the peer is still there, the tracker alone is not"
-    tracker = await create_tracker(pool.external_address)
+    await peers.new_tracker()
     await a.client.joined.wait()
     await b.client.joined.wait()
     await b.sees(K2, "a")
@@ -352,18 +344,18 @@ async def test_a_lost_tracker_is_filled_again_by_its_replicas(
     await a.sees(K3, "b")
     assert a.client.counters.reconnects == 1
     assert a.secrets[0] != a.secrets[1] == b.secrets[1]
-    assert not (await tracker.status())["enabled"]
+    assert not (await peers.tracker.status())["enabled"]
     assert not a.mirror.enabled
 
 
-async def test_a_tracker_is_found_where_it_is_now(peers: Peers, tracker: Any) -> None:
+async def test_a_tracker_is_found_where_it_is_now(peers: Peers) -> None:
     elsewhere = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
     try:
         a, b = await peers.start_two(K1)
         peers.address = None
-        await peers.lose(tracker)
-        await create_tracker(elsewhere.external_address)
+        await peers.lose_tracker()
         peers.address = elsewhere.external_address
+        await peers.new_tracker()
         a.store(K2)
         await b.sees(K2, "a")
     finally:
@@ -372,33 +364,29 @@ async def test_a_tracker_is_found_where_it_is_now(peers: Peers, tracker: Any) ->
         await elsewhere.stop()
 
 
-async def test_a_new_tracker_does_not_make_peers_look_dead(
-    pool: Any, peers: Peers, tracker: Any
-) -> None:
+async def test_a_new_tracker_does_not_make_peers_look_dead(peers: Peers) -> None:
     """It does not know the living peers yet; a donor must not take back its grants."""
     a, b = await peers.start("a"), await peers.start("b", K1)
     await a.sees(K1, "b")
     assert a.peers[-1] == {"b"}
     await b.crash()
-    await peers.lose(tracker)
-    await create_tracker(pool.external_address)
+    await peers.lose_tracker()
+    await peers.new_tracker()
     await a.mirror.until(lambda mirror: not mirror.peers)
     assert a.peers[-1] == {"b"}
 
 
-async def test_after_a_lease_a_new_tracker_is_believed(
-    pool: Any, peers: Peers, tracker: Any
-) -> None:
+async def test_after_a_lease_a_new_tracker_is_believed(peers: Peers) -> None:
     a = await peers.start("a", watch_timeout=0.05)
     b = await peers.start("b", K1)
     await a.sees(K1, "b")
     await b.crash()
-    await peers.lose(tracker)
-    await create_tracker(pool.external_address, lease=0.5, tick=0.05)
+    await peers.lose_tracker()
+    await peers.new_tracker(lease=0.5, tick=0.05)
     await a.mirror.until(lambda mirror: a.peers[-1] == frozenset())
 
 
-async def test_losing_a_peer_is_reported_once(peers: Peers, tracker: Any) -> None:
+async def test_losing_a_peer_is_reported_once(peers: Peers) -> None:
     a, b = await peers.start_two()
     await a.mirror.until(lambda mirror: bool(mirror.peers))
     await b.client.leave()
@@ -407,8 +395,9 @@ async def test_losing_a_peer_is_reported_once(peers: Peers, tracker: Any) -> Non
     assert a.peers == [frozenset({"b"}), frozenset()]
 
 
-async def test_a_crashed_replica_is_gone_when_its_lease_ends(pool: Any, peers: Peers) -> None:
-    await create_tracker(pool.external_address, lease=0.5, tick=0.05)
+async def test_a_crashed_replica_is_gone_when_its_lease_ends(peers: Peers) -> None:
+    await peers.lose_tracker()
+    await peers.new_tracker(lease=0.5, tick=0.05)
     a, b = await peers.start_two(K1)
     await a.crash()
     await b.sees(K1)
@@ -416,9 +405,7 @@ async def test_a_crashed_replica_is_gone_when_its_lease_ends(pool: Any, peers: P
     assert b.peers[-1] == frozenset()
 
 
-async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(
-    peers: Peers, tracker: Any
-) -> None:
+async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(peers: Peers) -> None:
     a, b = await peers.start_two(K1)
     await a.client.leave()
     await b.sees(K1)
@@ -426,18 +413,16 @@ async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(
     assert not a.client.joined.is_set()
 
 
-async def test_a_replica_that_was_removed_by_mistake_joins_again(
-    peers: Peers, tracker: Any
-) -> None:
+async def test_a_replica_that_was_removed_by_mistake_joins_again(peers: Peers) -> None:
     a, b = await peers.start_two(K1)
-    await tracker.leave("namespace", "a")
+    await peers.tracker.leave("namespace", "a")
     await b.sees(K1)
     await b.sees(K1, "a")
     assert a.client.counters.reconnects == 1
 
 
 async def test_a_replica_whose_publication_nobody_knows_joins_again(
-    peers: Peers, tracker: Any, monkeypatch: pytest.MonkeyPatch
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may publish before it notices that it was removed."""
     a, b = await peers.start_two()
@@ -474,11 +459,10 @@ class DeafTracker(BlockTracker):
         return await super().replace(*arguments)
 
 
-async def test_lost_and_repeated_publications_leave_no_trace(pool: Any, peers: Peers) -> None:
+async def test_lost_and_repeated_publications_leave_no_trace(peers: Peers) -> None:
     heard = asyncio.Semaphore(0)
-    await xo.create_actor(
-        DeafTracker, MODEL, heard, address=pool.external_address, uid=tracker_uid(MODEL)
-    )
+    await peers.lose_tracker()
+    await xo.create_actor(DeafTracker, MODEL, heard, address=peers.address, uid=tracker_uid(MODEL))
     a, b = await peers.start_two()
     keys = (b"%04d" % number for number in range(1000))
     while a.client.publisher.last_sequence < 12:
@@ -496,18 +480,18 @@ async def test_lost_and_repeated_publications_leave_no_trace(pool: Any, peers: P
     assert a.client.counters.failures == 0
 
 
-async def test_sharing_can_be_switched_off_and_on(peers: Peers, tracker: Any) -> None:
+async def test_sharing_can_be_switched_off_and_on(peers: Peers) -> None:
     a, b = await peers.start("a", K1), await peers.start("b", K2)
     a.client.set_serving(True)
     for enabled in (True, False, True):
-        await tracker.set_enabled(enabled)
+        await peers.tracker.set_enabled(enabled)
         await a.mirror.until(lambda mirror, enabled=enabled: mirror.enabled is enabled)
         await b.mirror.until(
             lambda mirror, enabled=enabled: mirror.holders(K1) == (("a",) if enabled else ())
         )
 
 
-async def test_namespaces_never_see_each_others_keys(peers: Peers, tracker: Any) -> None:
+async def test_namespaces_never_see_each_others_keys(peers: Peers) -> None:
     a = await peers.start("a", K1)
     await peers.start("b", K2, namespace="other")
     c = await peers.start("c", namespace="other")
@@ -516,7 +500,7 @@ async def test_namespaces_never_see_each_others_keys(peers: Peers, tracker: Any)
     assert (a.mirror.known_holders(K2), len(a.mirror)) == ((), 0)
 
 
-async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers, tracker: Any) -> None:
+async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) -> None:
     a, b = await peers.start("a", K1), await peers.start("b", K2)
     c = await peers.start("c", K3, namespace="other")
     await b.sees(K1, "a")
@@ -532,20 +516,16 @@ async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers, tr
     assert a.mirror.known_holders(K2) == b.mirror.known_holders(K1) == ()
 
 
-async def test_the_namespace_can_change_while_the_tracker_is_lost(
-    pool: Any, peers: Peers, tracker: Any
-) -> None:
+async def test_the_namespace_can_change_while_the_tracker_is_lost(peers: Peers) -> None:
     a = await peers.start("a", K1)
-    await peers.lose(tracker)
+    await peers.lose_tracker()
     await a.client.change_namespace("other")
-    await create_tracker(pool.external_address)
+    await peers.new_tracker()
     b = await peers.start("b", namespace="other")
     await b.sees(K1, "a")
 
 
-async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(
-    peers: Peers, tracker: Any
-) -> None:
+async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(peers: Peers) -> None:
     a = await peers.start("a")
     await a.client.change_namespace("other")
     async with asyncio.timeout(PATIENCE):
@@ -586,7 +566,7 @@ async def claimed(peer: Peer, *keys: bytes) -> int | None:
     return claim.held_by_peer
 
 
-async def test_one_of_two_computes_what_both_want(peers: Peers, tracker: Any) -> None:
+async def test_one_of_two_computes_what_both_want(peers: Peers) -> None:
     a, b = await peers.start_two()
     assert await claimed(a, K1, K2) == 0
     assert await claimed(b, K1, K2, K3) == 2
