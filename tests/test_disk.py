@@ -1,5 +1,6 @@
 """A store gives back the rows that were written to it, whatever happens to its files: or none."""
 
+import mmap
 import sqlite3
 import stat
 import threading
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -25,10 +26,12 @@ from xinference_xavier.disk import (
     remove_unused,
     summaries,
 )
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import checksum
 
 ROW_BYTES = 8192
 SLOTS = 4
+ROW = np.frombuffer(mmap.mmap(-1, ROW_BYTES), np.uint8)
+"""Memory that begins with a page, as files opened past the page cache require."""
 
 
 class Clock:
@@ -39,142 +42,122 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return folder_of(tmp_path, "namespace", ROW_BYTES)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(folder: Path, clock: Clock) -> Store:
-    return opened(folder, clock)
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    region = Region.create(SLOTS, ROW_BYTES)
-    yield region
-    del region
-
-
-def opened(folder: Path, clock: Clock, slots: int = SLOTS) -> Store:
-    return Store(folder, ROW_BYTES, slots * ROW_BYTES + ROW_BYTES // 2, clock=clock)
-
-
 def key(number: int) -> bytes:
     return number.to_bytes(36)
 
 
-def save(store: Store, region: Region, *numbers: int) -> list[int]:
-    """Write rows of bytes that tell their number; returns their slots."""
-    slots = store.reserve(len(numbers))
-    entries = []
-    for slot, number in zip(slots, numbers, strict=False):
-        region.row(0)[:] = number
-        store.write(slot, region.row(0).data)
-        entries.append((slot, key(number), region.checksum(0, key(number))))
-    store.commit(entries)
-    store.refresh()
-    return slots
+class NumberedStore(Store):
+    """Its chunks have numbers, and the bytes of their rows tell them."""
+
+    def __init__(self, folder: Path, clock: Clock, slots: int = SLOTS) -> None:
+        self.clock = clock
+        super().__init__(folder, ROW_BYTES, slots * ROW_BYTES + ROW_BYTES // 2, clock=clock)
+
+    def another(self, slots: int = SLOTS) -> Self:
+        """A store in the same folder."""
+        return type(self)(self.folder, self.clock, slots)
+
+    def save(self, *numbers: int) -> list[int]:
+        """Write these rows; returns their slots."""
+        slots = self.reserve(len(numbers))
+        entries = []
+        for slot, number in zip(slots, numbers, strict=False):
+            ROW[:] = number
+            self.write(slot, ROW.data)
+            entries.append((slot, key(number), checksum(ROW.data, key(number))))
+        self.commit(entries)
+        self.refresh()
+        return slots
+
+    def reads(self, number: int) -> bool:
+        """Whether the row of this number is there, verified as replicas do."""
+        place = self.index[key(number)]
+        ROW[:] = 0
+        complete = self.read(place.slot, ROW.data)
+        found = complete and checksum(ROW.data, key(number)) == place.checksum
+        assert not found or np.all(number == ROW)
+        return found
+
+    def saved(self) -> set[int]:
+        self.refresh()
+        return {int.from_bytes(each) for each in self.index}
 
 
-def read(store: Store, region: Region, number: int) -> bool:
-    """Whether the row of this number is there, verified as replicas do."""
-    place = store.index[key(number)]
-    region.row(1)[:] = 0
-    complete = store.read(place.slot, region.row(1).data)
-    found = complete and region.checksum(1, key(number)) == place.checksum
-    assert not found or np.all(region.row(1) == number)
-    return found
+@pytest.fixture
+def store(tmp_path: Path) -> NumberedStore:
+    return NumberedStore(folder_of(tmp_path, "namespace", ROW_BYTES), Clock())
 
 
-def saved(store: Store) -> set[int]:
-    store.refresh()
-    return {int.from_bytes(each) for each in store.index}
-
-
-def test_a_row_is_there_after_a_restart(folder: Path, store: Store, region: Region) -> None:
-    save(store, region, 1, 2)
+def test_a_row_is_there_after_a_restart(store: NumberedStore) -> None:
+    store.save(1, 2)
     store.close()
-    again = opened(folder, Clock())
-    assert saved(again) == {1, 2}
-    assert read(again, region, 1)
-    assert read(again, region, 2)
+    again = store.another()
+    assert again.saved() == {1, 2}
+    assert again.reads(1)
+    assert again.reads(2)
 
 
-def test_others_find_it_when_they_look(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
-    other = opened(folder, clock)
-    save(store, region, 1)
+def test_others_find_it_when_they_look(store: NumberedStore) -> None:
+    other = store.another()
+    store.save(1)
     assert other.index == {}
     other.refresh()
-    assert read(other, region, 1)
+    assert other.reads(1)
 
 
-def test_the_least_recently_used_goes_first_and_the_limit_holds(
-    folder: Path, store: Store, region: Region
-) -> None:
-    save(store, region, 1, 2, 3, 4)
+def test_the_least_recently_used_goes_first_and_the_limit_holds(store: NumberedStore) -> None:
+    store.save(1, 2, 3, 4)
     store.touch([key(1)])
-    save(store, region, 5, 6)
-    assert saved(store) == {1, 4, 5, 6}
-    assert (folder / "rows").stat().st_size <= SLOTS * ROW_BYTES
+    store.save(5, 6)
+    assert store.saved() == {1, 4, 5, 6}
+    assert (store.folder / "rows").stat().st_size <= SLOTS * ROW_BYTES
 
 
-def test_a_slot_has_no_entry_while_it_is_written(store: Store, region: Region) -> None:
-    save(store, region, 1, 2, 3, 4)
+def test_a_slot_has_no_entry_while_it_is_written(store: NumberedStore) -> None:
+    store.save(1, 2, 3, 4)
     store.reserve(2)
-    assert saved(store) == {3, 4}
+    assert store.saved() == {3, 4}
 
 
-def test_no_two_writers_get_one_slot(folder: Path, store: Store, clock: Clock) -> None:
-    other = opened(folder, clock)
+def test_no_two_writers_get_one_slot(store: NumberedStore) -> None:
+    other = store.another()
     slots = store.reserve(2) + other.reserve(2)
     assert sorted(slots) == [0, 1, 2, 3]
     assert store.reserve(1) == []
 
 
-def test_slots_of_a_writer_that_died_are_handed_out_later(store: Store, clock: Clock) -> None:
+def test_slots_of_a_writer_that_died_are_handed_out_later(store: NumberedStore) -> None:
     store.reserve(SLOTS)
-    clock.now += 599.0
+    store.clock.now += 599.0
     assert len(store.reserve(1)) == 1
 
 
-def test_a_chunk_that_two_have_written_is_there_once(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
-    other = opened(folder, clock)
-    save(store, region, 1)
-    save(other, region, 1)
-    assert read(other, region, 1)
+def test_a_chunk_that_two_have_written_is_there_once(store: NumberedStore) -> None:
+    other = store.another()
+    store.save(1)
+    other.save(1)
+    assert other.reads(1)
     assert len(store.reserve(SLOTS)) == SLOTS, "the second one's slot is free at once"
 
 
-def test_a_void_row_is_removed_for_all(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
-    other = opened(folder, clock)
-    (slot, _) = save(store, region, 1, 2)
+def test_a_void_row_is_removed_for_all(store: NumberedStore) -> None:
+    other = store.another()
+    (slot, _) = store.save(1, 2)
     store.remove([(key(1), slot)])
-    assert saved(other) == {2}
+    assert other.saved() == {2}
 
 
-def test_what_another_chunk_has_taken_since_is_not_removed(store: Store, region: Region) -> None:
-    (slot, *_) = save(store, region, 1, 2, 3, 4)
-    assert save(store, region, 5) == [slot]
+def test_what_another_chunk_has_taken_since_is_not_removed(store: NumberedStore) -> None:
+    (slot, *_) = store.save(1, 2, 3, 4)
+    assert store.save(5) == [slot]
     store.remove([(key(1), slot)])
-    assert saved(store) == {2, 3, 4, 5}
+    assert store.saved() == {2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut off", "swapped", "torn"])
-def test_a_damaged_row_is_no_row(folder: Path, store: Store, region: Region, damage: str) -> None:
-    save(store, region, 1, 2)
-    rows = folder / "rows"
+def test_a_damaged_row_is_no_row(store: NumberedStore, damage: str) -> None:
+    store.save(1, 2)
+    rows = store.folder / "rows"
     whole = bytearray(rows.read_bytes())
     match damage:
         case "flipped":
@@ -186,20 +169,18 @@ def test_a_damaged_row_is_no_row(folder: Path, store: Store, region: Region, dam
         case "torn":
             whole[4096:ROW_BYTES] = bytes(4096)
     rows.write_bytes(whole)
-    assert not read(store, region, 1)
+    assert not store.reads(1)
 
 
 @pytest.mark.parametrize("damage", [b"no database at all", b""])
-def test_a_damaged_index_is_begun_anew(
-    folder: Path, store: Store, region: Region, clock: Clock, damage: bytes
-) -> None:
-    save(store, region, 1)
+def test_a_damaged_index_is_begun_anew(store: NumberedStore, damage: bytes) -> None:
+    store.save(1)
     store.close()
-    (folder / "index.db").write_bytes(damage)
-    again = opened(folder, clock)
+    (store.folder / "index.db").write_bytes(damage)
+    again = store.another()
     assert again.index == {}
-    save(again, region, 2)
-    assert read(again, region, 2)
+    again.save(2)
+    assert again.reads(2)
 
 
 def test_what_passes_is_no_damage() -> None:
@@ -214,84 +195,76 @@ def test_a_fault_of_ours_costs_no_store() -> None:
 
 
 def test_only_the_store_that_is_damaged_is_removed(
-    folder: Path, store: Store, region: Region, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may have found the damage, too, and have begun it anew."""
-    save(store, region, 1)
+    store.save(1)
     store._connection.execute("UPDATE slots SET checksum = NULL, revision = revision + 1")
     others = []
 
     @contextmanager
     def later(_: Path) -> Iterator[None]:
         monkeypatch.undo()
-        discard(folder)
-        others.append(opened(folder, clock))
-        save(others[0], region, 2)
+        discard(store.folder)
+        others.append(store.another())
+        others[0].save(2)
         yield
 
     monkeypatch.setattr("xinference_xavier.disk.locked", later)
     with pytest.raises(StoreGoneError):
         store.refresh()
-    assert saved(others[0]) == {2}
-    assert read(others[0], region, 2)
+    assert others[0].saved() == {2}
+    assert others[0].reads(2)
 
 
-def test_an_index_of_another_version_is_begun_anew(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
-    save(store, region, 1)
+def test_an_index_of_another_version_is_begun_anew(store: NumberedStore) -> None:
+    store.save(1)
     store.close()
-    with sqlite3.connect(folder / "index.db") as connection:
+    with sqlite3.connect(store.folder / "index.db") as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    assert opened(folder, clock).index == {}
+    assert store.another().index == {}
 
 
 @pytest.mark.parametrize("removed", [remove, discard])
 def test_whoever_has_a_removed_store_open_notices(
-    folder: Path, store: Store, region: Region, clock: Clock, removed: Callable[[Path], None]
+    store: NumberedStore, removed: Callable[[Path], None]
 ) -> None:
-    save(store, region, 1)
-    removed(folder)
+    store.save(1)
+    removed(store.folder)
     with pytest.raises(StoreGoneError):
         store.refresh()
     with pytest.raises(StoreGoneError):
         store.reserve(1)
-    opened(folder, clock)  # another one
+    store.another()
     with pytest.raises(StoreGoneError):
         store.refresh()
 
 
-def test_a_lower_limit_holds_at_once(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
-    save(store, region, 1, 2, 3, 4)
+def test_a_lower_limit_holds_at_once(store: NumberedStore) -> None:
+    store.save(1, 2, 3, 4)
     store.close()
-    smaller = opened(folder, clock, slots=2)
-    assert len(saved(smaller)) == 2
-    assert (folder / "rows").stat().st_size == 2 * ROW_BYTES
+    smaller = store.another(slots=2)
+    assert len(smaller.saved()) == 2
+    assert (store.folder / "rows").stat().st_size == 2 * ROW_BYTES
 
 
-def test_a_lower_limit_of_one_disturbs_no_other(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
-    other = opened(folder, clock)
-    save(store, region, 1, 2, 3, 4)
-    assert saved(other) == {1, 2, 3, 4}
-    smaller = opened(folder, clock, slots=2)
-    assert saved(other) == saved(store) == {1, 2}, "nobody lists what is gone"
-    save(smaller, region, 5)
-    assert saved(other) == saved(store) == {2, 5}
-    save(store, region, 6, 7)
-    assert saved(other) == saved(smaller) == {2, 5, 6, 7}
-    assert all(read(other, region, number) for number in (2, 5, 6, 7))
+def test_a_lower_limit_of_one_disturbs_no_other(store: NumberedStore) -> None:
+    other = store.another()
+    store.save(1, 2, 3, 4)
+    assert other.saved() == {1, 2, 3, 4}
+    smaller = store.another(slots=2)
+    assert other.saved() == store.saved() == {1, 2}, "nobody lists what is gone"
+    smaller.save(5)
+    assert other.saved() == store.saved() == {2, 5}
+    store.save(6, 7)
+    assert other.saved() == smaller.saved() == {2, 5, 6, 7}
+    assert all(other.reads(number) for number in (2, 5, 6, 7))
 
 
-def test_a_store_that_is_there_is_opened_without_a_write(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
+def test_a_store_that_is_there_is_opened_without_a_write(store: NumberedStore) -> None:
     """The file system may be full."""
-    save(store, region, 1)
+    store.save(1)
     store.note("model", "qwen")
 
     def version() -> int:
@@ -300,87 +273,79 @@ def test_a_store_that_is_there_is_opened_without_a_write(
         return number
 
     before = version()
-    other = opened(folder, clock)
+    other = store.another()
     assert other.note("model", "qwen") == "qwen"
-    assert read(other, region, 1)
+    assert other.reads(1)
     assert version() == before
 
 
 def test_what_a_failed_write_has_cost_is_used_before_rows_that_can_be_read(
-    store: Store, region: Region, clock: Clock
+    store: NumberedStore,
 ) -> None:
-    save(store, region, 1, 2, 3, 4)
+    store.save(1, 2, 3, 4)
     lost = store.reserve(1)
     store.touch([key(2)])
-    clock.now += 601.0
+    store.clock.now += 601.0
     store.touch([key(4)])
     assert store.reserve(1) == lost
-    assert saved(store) == {2, 3, 4}
+    assert store.saved() == {2, 3, 4}
 
 
 def test_a_full_disk_is_used_as_far_as_it_goes(
-    folder: Path, store: Store, region: Region, monkeypatch: pytest.MonkeyPatch
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(store, region, 1, 2)
-
-    def full(*_: object) -> int:
-        return 100
-
+    store.save(1, 2)
     slot, _ = store.reserve(2)
     with monkeypatch.context() as patch:
-        patch.setattr("os.pwritev", full)
+        patch.setattr("os.pwritev", lambda *_: 100)
         with pytest.raises(OSError, match="No space left"):
-            store.write(slot, region.row(0).data)
-    assert len(save(store, region, 3, 4)) == 2
-    assert saved(store) == {3, 4}
+            store.write(slot, ROW.data)
+    assert len(store.save(3, 4)) == 2
+    assert store.saved() == {3, 4}
 
 
 def test_a_process_that_stands_still_while_it_opens_the_store_blocks_nobody_for_ever(
-    folder: Path, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("xinference_xavier.disk._PATIENCE", 0.0)
-    with locked(folder), pytest.raises(BlockingIOError):
-        opened(folder, clock)
-    opened(folder, clock)
+    with locked(store.folder), pytest.raises(BlockingIOError):
+        store.another()
+    store.another()
 
 
-def test_notes_are_everybodys(folder: Path, store: Store, clock: Clock) -> None:
+def test_notes_are_everybodys(store: NumberedStore) -> None:
     assert store.note("canary", {"layer": [1.5]}) == {"layer": [1.5]}
-    assert opened(folder, clock).note("canary", {"layer": [2.5]}) == {"layer": [1.5]}
+    assert store.another().note("canary", {"layer": [2.5]}) == {"layer": [1.5]}
 
 
-def test_what_is_noted_already_may_be_merged_with(folder: Path, store: Store, clock: Clock) -> None:
+def test_what_is_noted_already_may_be_merged_with(store: NumberedStore) -> None:
     def both(value: Any, noted: Any) -> Any:
         return {**noted, **value}
 
     assert store.note("canary", {"one": 1}, both) == {"one": 1}
     assert store.note("canary", {"two": 2}, both) == {"one": 1, "two": 2}
-    assert opened(folder, clock).note("canary", {}) == {"one": 1, "two": 2}
+    assert store.another().note("canary", {}) == {"one": 1, "two": 2}
 
 
-def test_any_thread_can_ask_whether_a_row_is_still_there(
-    folder: Path, store: Store, region: Region, clock: Clock
-) -> None:
-    other = opened(folder, clock)
-    (slot, *_) = save(store, region, 1, 2, 3, 4)
+def test_any_thread_can_ask_whether_a_row_is_still_there(store: NumberedStore) -> None:
+    other = store.another()
+    (slot, *_) = store.save(1, 2, 3, 4)
     place = store.index[key(1)]
     assert store.has(key(1), place)
     assert not store.has(key(1), place._replace(checksum=0))
     other._connection.execute("BEGIN IMMEDIATE")  # it waits for nobody
     assert store.has(key(1), place)
     other._connection.execute("ROLLBACK")
-    assert save(other, region, 5) == [slot]
+    assert other.save(5) == [slot]
     assert not store.has(key(1), place)
 
 
-def test_questions_of_several_threads_leave_no_file_open(
-    folder: Path, store: Store, region: Region
-) -> None:
+def test_questions_of_several_threads_leave_no_file_open(store: NumberedStore) -> None:
     def opened() -> list[str]:
         files = psutil.Process().open_files()
-        return sorted(file.path for file in files if Path(file.path).parent == folder)
+        return sorted(file.path for file in files if Path(file.path).parent == store.folder)
 
-    save(store, region, 1)
+    store.save(1)
     place, before = store.index[key(1)], opened()
     together = threading.Barrier(4)
 
@@ -393,41 +358,39 @@ def test_questions_of_several_threads_leave_no_file_open(
     assert opened() == before
 
 
-def test_only_the_owner_can_read_it(folder: Path, store: Store, region: Region) -> None:
-    save(store, region, 1)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+def test_only_the_owner_can_read_it(store: NumberedStore) -> None:
+    store.save(1)
+    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in store.folder.iterdir()} == {0o600}
 
 
-def test_a_summary_tells_what_a_store_has(
-    tmp_path: Path, folder: Path, store: Store, region: Region
-) -> None:
+def test_a_summary_tells_what_a_store_has(store: NumberedStore, tmp_path: Path) -> None:
     store.note("model", "qwen")
-    save(store, region, 1, 2)
+    store.save(1, 2)
     (summary,) = summaries(tmp_path)
-    assert (summary.folder, summary.notes, summary.rows) == (folder, {"model": "qwen"}, 2)
+    assert (summary.folder, summary.notes, summary.rows) == (store.folder, {"model": "qwen"}, 2)
     assert summary.bytes == 2 * ROW_BYTES
 
 
-def test_a_store_that_is_just_being_made_has_no_rows_yet(tmp_path: Path, folder: Path) -> None:
-    opened(folder, Clock())
-    (folder / "rows").unlink()
+def test_a_store_that_is_just_being_made_has_no_rows_yet(
+    store: NumberedStore, tmp_path: Path
+) -> None:
+    (store.folder / "rows").unlink()
     (summary,) = summaries(tmp_path)
-    assert (summary.folder, summary.rows, summary.bytes) == (folder, 0, 0)
+    assert (summary.folder, summary.rows, summary.bytes) == (store.folder, 0, 0)
 
 
-def test_a_store_that_is_removed_while_one_looks_is_left_out(tmp_path: Path, folder: Path) -> None:
-    opened(folder, Clock())
-    (folder / "lock").unlink()
+def test_a_store_that_is_removed_while_one_looks_is_left_out(
+    store: NumberedStore, tmp_path: Path
+) -> None:
+    (store.folder / "lock").unlink()
     assert summaries(tmp_path) == []
 
 
-def test_what_nobody_has_used_for_a_week_is_removed(
-    tmp_path: Path, folder: Path, store: Store, clock: Clock
-) -> None:
+def test_what_nobody_has_used_for_a_week_is_removed(store: NumberedStore, tmp_path: Path) -> None:
     (used,) = (each.used for each in summaries(tmp_path))
     (tmp_path / "notes.txt").touch()
     (tmp_path / "other").mkdir()
     assert remove_unused(tmp_path, used + WEEK) == []
-    assert remove_unused(tmp_path, used + WEEK + 1) == [folder]
+    assert remove_unused(tmp_path, used + WEEK + 1) == [store.folder]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "other"]
