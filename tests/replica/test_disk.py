@@ -6,9 +6,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -83,12 +84,24 @@ class Life:
         self.disk.used(keys)
         await self.until(lambda: set(keys) <= self.disk.index.keys())
 
-    async def fetch(self, keys: Sequence[bytes], seconds: float = NEVER) -> PeerFetch:
+    async def have_on_disk(self, keys: Sequence[bytes]) -> None:
+        """Save chunks, and then forget all that the pool has."""
+        await self.save(keys)
+        await self.until(lambda: self.pool.counts().pinned == 0)
+        self.pool.reset()
+
+    def begin(
+        self, keys: Sequence[bytes], seconds: float = NEVER
+    ) -> tuple[PeerFetch, asyncio.Future[None]]:
         rows = self.pool.reserve(keys).rows
         for row in rows:
             row.origin = DISK
         fetch = PeerFetch(DISK, rows, time.monotonic() + seconds)
-        await self.fetcher.start(fetch)
+        return fetch, self.fetcher.start(fetch)
+
+    async def fetch(self, keys: Sequence[bytes]) -> PeerFetch:
+        fetch, fetching = self.begin(keys)
+        await fetching
         return fetch
 
     def forget(self, origin: str) -> None:
@@ -130,6 +143,10 @@ async def life(parent: Path, canary: Sketch | None = CANARY, **options: Any) -> 
     assert not running.done(), "nothing ends its loop"
     running.cancel()
     replica.disk.close()
+
+
+def store_of(parent: Path) -> Path:
+    return folder_of(parent, "namespace", ROW_BYTES)
 
 
 async def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -281,8 +298,7 @@ async def test_what_is_being_read_when_an_audit_fails_is_not_used(
 ) -> None:
     async with life(tmp_path) as replica:
         keys, answers = await hanging(replica, monkeypatch)
-        fetch = PeerFetch(DISK, replica.pool.reserve(keys).rows, time.monotonic() + NEVER)
-        fetching = replica.fetcher.start(fetch)
+        fetch, fetching = replica.begin(keys)
         await replica.until(lambda: replica.disk._readers.waiting == 0)
         replica.disk.distrust(Difference("layer", 1.5))
         answers.set()
@@ -297,8 +313,7 @@ async def test_what_has_just_been_read_when_an_audit_fails_is_not_used(
 ) -> None:
     keys = fresh_keys(2)
     async with life(tmp_path) as replica:
-        await replica.save(keys)
-        replica.pool.reset()
+        await replica.have_on_disk(keys)
         read = replica.disk._read
 
         async def distrusted(*args: Any) -> PullResult:
@@ -312,12 +327,17 @@ async def test_what_has_just_been_read_when_an_audit_fails_is_not_used(
         assert not replica.arrived
 
 
+@pytest.fixture
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY", 0.0)
+
+
+@pytest.mark.usefixtures("retries_at_once")
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_once_the_store_with_a_wrong_row_is_removed_another_is_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+    tmp_path: Path, is_open: bool
 ) -> None:
     """As the log says, also if it has just failed."""
-    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
     before, after = fresh_keys(2)
     async with life(tmp_path) as replica:
         await replica.save([before])
@@ -326,7 +346,7 @@ async def test_once_the_store_with_a_wrong_row_is_removed_another_is_begun(
         replica.disk.distrust(Difference("layer", 1.5))
         await replica.until(lambda: replica.disk._store is not None)
         assert replica.disk.state is DiskState.DIFFERS
-        store_module.remove(folder_of(tmp_path, "namespace", ROW_BYTES))
+        store_module.remove(store_of(tmp_path))
         await replica.until(lambda: replica.disk.state is DiskState.OPEN)
         assert not replica.disk.index
         await replica.save([after])
@@ -390,7 +410,7 @@ async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) 
 
 def damaged(parent: Path, number: int) -> None:
     """Flip a bit of the row in this slot."""
-    with (folder_of(parent, "namespace", ROW_BYTES) / "rows").open("r+b") as rows:
+    with (store_of(parent) / "rows").open("r+b") as rows:
         rows.seek(number * ROW_BYTES + 100)
         (byte,) = rows.read(1)
         rows.seek(number * ROW_BYTES + 100)
@@ -417,15 +437,12 @@ async def test_whole_rows_before_a_damaged_one_wait_for_nobody(tmp_path: Path) -
     """Such as the writing of others."""
     keys = fresh_keys(3)
     async with life(tmp_path) as replica:
-        await replica.save(keys)
-        await replica.until(lambda: replica.pool.counts().pinned == 0)
-        replica.pool.reset()
+        await replica.have_on_disk(keys)
         damaged(tmp_path, replica.disk.index[keys[1]].slot)
         begun, go_on = threading.Event(), threading.Event()
         replica.disk._thread.submit(lambda: (begun.set(), go_on.wait()))
         await replica.until(begun.is_set)
-        fetch = PeerFetch(DISK, replica.pool.reserve(keys).rows, time.monotonic() + NEVER)
-        fetching = replica.fetcher.start(fetch)
+        fetch, fetching = replica.begin(keys)
         await replica.until(fetching.done)
         assert (len(fetch.committed), fetch.reason) == (1, "checksum")
         assert replica.pool.counts() == (ROWS, 1, 0, 1, 0), "nothing in quarantine"
@@ -448,8 +465,7 @@ async def test_a_row_that_another_replica_replaces_meanwhile_is_not_held(
     async with life(tmp_path, slots=1) as writer, life(tmp_path, slots=1) as reader:
         await writer.save([one])
         await reader.until(lambda: one in reader.disk.index)
-        fetch = PeerFetch(DISK, reader.pool.reserve([one]).rows, time.monotonic() + NEVER)
-        fetching = reader.fetcher.start(fetch)
+        fetch, fetching = reader.begin([one])
         await writer.save([other])
         go_on.set()
         await fetching
@@ -459,8 +475,7 @@ async def test_a_row_that_another_replica_replaces_meanwhile_is_not_held(
 async def test_a_chunk_that_is_gone_is_not_held(tmp_path: Path) -> None:
     held, gone = fresh_keys(2)
     async with life(tmp_path) as replica:
-        await replica.save([held])
-        replica.pool.reset()
+        await replica.have_on_disk([held])
         fetch = await replica.fetch([held, gone])
         assert (len(fetch.committed), fetch.reason) == (1, "not held")
         assert (await replica.fetch([gone])).reason == "not held"
@@ -472,9 +487,7 @@ async def test_a_disk_that_hangs_costs_the_deadline(
     """Its rows stay in quarantine for as long as they may be written."""
     async with life(tmp_path) as replica:
         keys, answers = await hanging(replica, monkeypatch)
-        rows = replica.pool.reserve(keys).rows
-        fetch = PeerFetch(DISK, rows, time.monotonic() + 0.05)
-        fetching = replica.fetcher.start(fetch)
+        fetch, fetching = replica.begin(keys, seconds=0.05)
         await replica.until(fetch.ended.is_set)
         assert (fetch.state, fetch.reason) == (FetchState.ROLLED_BACK, "timeout")
         assert replica.pool.counts().quarantined == 2
@@ -512,8 +525,7 @@ async def test_rows_are_not_free_while_they_are_read_though_sharing_has_ended(
     """The engine may go on without its replica."""
     async with life(tmp_path) as replica:
         keys, answers = await hanging(replica, monkeypatch)
-        rows = replica.pool.reserve(keys).rows
-        fetching = replica.fetcher.start(PeerFetch(DISK, rows, time.monotonic() + NEVER))
+        _, fetching = replica.begin(keys)
         await asyncio.sleep(0)
         fetching.cancel()
         for _ in range(3):
@@ -530,9 +542,7 @@ async def hanging(
 ) -> tuple[list[bytes], threading.Event]:
     """Chunks that only the disk has, and an event until which it does not answer."""
     keys = fresh_keys(count)
-    await replica.save(keys)
-    await replica.until(lambda: replica.pool.counts().pinned == 0)
-    replica.pool.reset()
+    await replica.have_on_disk(keys)
     answers, read = threading.Event(), Store.read
 
     def hang(store: Store, slot: int, row: memoryview) -> bool:
@@ -549,31 +559,27 @@ async def test_nothing_more_is_asked_of_a_disk_while_many_rows_wait_for_it(
     """They cannot be used otherwise. But one fetch may be of any length."""
     async with life(tmp_path) as replica:
         keys, answers = await hanging(replica, monkeypatch, 12)
-        first, second = (
-            PeerFetch(DISK, replica.pool.reserve(some).rows, time.monotonic() + NEVER)
-            for some in (keys[:10], keys[10:])
-        )
-        fetching = replica.fetcher.start(first)
+        first, fetching = replica.begin(keys[:10])
         await replica.until(lambda: replica.disk._readers.waiting == 10 - READERS)
-        await replica.fetcher.start(second)
+        second = await replica.fetch(keys[10:])
         assert (second.state, second.reason) == (FetchState.ROLLED_BACK, "busy")
         answers.set()
         await fetching
         assert first.state is FetchState.COMMITTED
 
 
+NO_SPACE = OSError(28, "No space left on device")
+IO_ERROR = OSError(5, "Input/output error")
+INDEX_FULL = sqlite3.OperationalError("database or disk is full")
+
+
 async def test_a_disk_that_fails_to_read_is_said_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = fresh_keys(1)
-
-    def fail(*_: object) -> bool:
-        raise OSError(5, "Input/output error")
-
     async with life(tmp_path) as replica:
-        await replica.save(keys)
-        replica.pool.reset()
-        monkeypatch.setattr(Store, "read", fail)
+        await replica.have_on_disk(keys)
+        monkeypatch.setattr(Store, "read", Mock(side_effect=IO_ERROR))
         assert (await replica.fetch(keys)).reason == "disk"
         assert replica.disk.report().failures == 1
         assert "Input/output error" in replica.disk.report().problem
@@ -581,14 +587,10 @@ async def test_a_disk_that_fails_to_read_is_said_and_counted(
 
 async def test_a_full_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, lost = fresh_keys(2)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     async with life(tmp_path) as replica:
         await replica.save([saved])
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "write", full)
+            patch.setattr(Store, "write", Mock(side_effect=NO_SPACE))
             replica.compute([lost])
             replica.disk.keep([lost])
             await replica.until(lambda: replica.disk.report().failures == 1)
@@ -603,15 +605,10 @@ async def test_a_disk_without_room_for_the_index_is_still_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     saved, gone, lost = fresh_keys(3)
-
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
     async with life(tmp_path) as replica:
-        await replica.save([gone, saved])
-        replica.pool.reset()
+        await replica.have_on_disk([gone, saved])
         damaged(tmp_path, replica.disk.index[gone].slot)
-        monkeypatch.setattr(Store, call, full)
+        monkeypatch.setattr(Store, call, Mock(side_effect=INDEX_FULL))
         await replica.fetch([gone])  # to be removed
         replica.disk.used([saved])  # to be touched
         replica.compute([lost])
@@ -628,15 +625,10 @@ async def test_a_disk_without_room_for_a_note_is_still_read(
 ) -> None:
     """What cannot be noted for others is compared later."""
     saved, wanted = fresh_keys(2)
-    note = Store.note
-
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
     async with life(tmp_path) as replica:
         await replica.save([saved])
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "note", full)
+            patch.setattr(Store, "note", Mock(side_effect=INDEX_FULL))
             replica.disk.probed(b"long", CANARY)
             await replica.until(lambda: "disk is full" in replica.disk.report().problem)
         replica.pool.reset()
@@ -646,7 +638,6 @@ async def test_a_disk_without_room_for_a_note_is_still_read(
         replica.disk.keep([wanted])
         replica.disk._save_at = 0.0
         await replica.until(lambda: wanted in replica.disk.index)
-        assert Store.note is note
         (summary,) = summaries(tmp_path)
         assert f"canary {b'long'.hex()}" in summary.notes
 
@@ -655,31 +646,23 @@ async def test_a_disk_that_cannot_be_written_to_loses_a_row_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, lost = fresh_keys(8), fresh_keys(8)
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
     async with life(tmp_path, slots=8) as replica:
         await replica.save(saved)
-        monkeypatch.setattr(Store, "write", fail)
+        monkeypatch.setattr(Store, "write", Mock(side_effect=IO_ERROR))
         replica.compute(lost)
         replica.disk.keep(lost)
         await replica.until(lambda: replica.disk.report().failures == 1)
         assert [*replica.disk.index] == saved[1:]
 
 
+@pytest.mark.usefixtures("retries_at_once")
 async def test_a_disk_that_has_room_again_has_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
     before, after = fresh_keys(2)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     async with life(tmp_path) as replica:
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "write", full)
+            patch.setattr(Store, "write", Mock(side_effect=NO_SPACE))
             replica.compute([before])
             replica.disk.keep([before])
             await replica.until(lambda: "No space left" in replica.disk.report().problem)
@@ -688,17 +671,9 @@ async def test_a_disk_that_has_room_again_has_no_problem(
         assert replica.disk.report().failures == 1
 
 
-async def test_a_store_that_was_removed_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
-    before, after = fresh_keys(2)
-    async with life(tmp_path) as replica:
-        await replica.save([before])
-        store_module.remove(folder_of(tmp_path, "namespace", ROW_BYTES))
-        await replica.until(lambda: before not in replica.disk.index)
-        await replica.until(lambda: replica.disk.state is DiskState.OPEN)
-        await replica.save([after])
+def damage_index(parent: Path) -> None:
+    with closing(sqlite3.connect(store_of(parent) / "index.db")) as index, index:
+        index.execute("UPDATE slots SET checksum = NULL, revision = revision + 1")
 
 
 def removed_and_open(parent: Path) -> list[Path]:
@@ -706,33 +681,29 @@ def removed_and_open(parent: Path) -> list[Path]:
     return [each for each in targets if parent in each.parents and "(deleted)" in each.name]
 
 
-async def test_the_space_of_a_store_that_was_removed_is_free_once_that_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python may look for garbage much later."""
-    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
+@pytest.mark.usefixtures("retries_at_once")
+async def test_a_store_that_was_removed_is_begun_anew_and_its_space_is_free(tmp_path: Path) -> None:
+    """At once: Python may look for garbage much later."""
+    before, after = fresh_keys(2)
     async with life(tmp_path) as replica:
-        await replica.save(fresh_keys(1))
+        await replica.save([before])
         gc.disable()
         try:
-            store_module.remove(folder_of(tmp_path, "namespace", ROW_BYTES))
-            await replica.until(lambda: replica.disk.report().failures > 0)
+            store_module.remove(store_of(tmp_path))
+            await replica.until(lambda: before not in replica.disk.index)
             await replica.until(lambda: replica.disk.state is DiskState.OPEN)
             assert removed_and_open(tmp_path) == []
         finally:
             gc.enable()
+        await replica.save([after])
 
 
-async def test_an_index_with_values_that_nobody_writes_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xinference_xavier.replica.disk._RETRY", 0.0)
+@pytest.mark.usefixtures("retries_at_once")
+async def test_an_index_with_values_that_nobody_writes_is_begun_anew(tmp_path: Path) -> None:
     before, after = fresh_keys(2)
     async with life(tmp_path) as replica:
         await replica.save([before])
-    with sqlite3.connect(folder_of(tmp_path, "namespace", ROW_BYTES) / "index.db") as index:
-        index.execute("UPDATE slots SET checksum = NULL")
-    index.close()
+    damage_index(tmp_path)
     async with life(tmp_path) as again:
         assert again.disk.report().failures == 1
         await again.save([after])
@@ -742,16 +713,11 @@ async def test_a_damaged_index_that_cannot_be_removed_does_not_end_the_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file system may have become read-only."""
-
-    def fail(_: Path) -> None:
-        raise OSError(30, "Read-only file system")
-
+    read_only = OSError(30, "Read-only file system")
     async with life(tmp_path) as replica:
         await replica.save(fresh_keys(1))
-        monkeypatch.setattr(store_module, "discard", fail)
-        with sqlite3.connect(folder_of(tmp_path, "namespace", ROW_BYTES) / "index.db") as index:
-            index.execute("UPDATE slots SET checksum = NULL, revision = revision + 1")
-        index.close()
+        monkeypatch.setattr(store_module, "discard", Mock(side_effect=read_only))
+        damage_index(tmp_path)
         await replica.until(lambda: "Read-only" in replica.disk.report().problem)
         await replica.until(lambda: replica.disk.state is DiskState.CLOSED)
 
