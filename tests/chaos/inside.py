@@ -94,10 +94,11 @@ class Inside:
         self.scheduler.start()
 
     def _firmly_held(self) -> dict[str, int]:
+        kept = self.replica.kept
         return {
             name: sum(self.pool.lookup(key) is not None for key in prefix.keys)
-            for name, prefix in list(self.replica.kept._prefixes.items())
-            if prefix.firm
+            for name, prefix in list(kept._prefixes.items())
+            if name in kept._firm
         }
 
     def compute(self, number: str, text: str, count: int) -> None:

@@ -13,7 +13,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from xinference_xavier.pool.eviction import Protection
@@ -43,13 +42,6 @@ class MarkedPrompt(NamedTuple):
     keys: Sequence[bytes]
 
 
-@dataclass(slots=True)
-class _Prefix:
-    tokens: int
-    keys: Sequence[bytes]
-    firm: bool = False
-
-
 class _Mark(NamedTuple):
     keys: Sequence[bytes]
     expires: float
@@ -74,7 +66,8 @@ class KeptPrefixes:
         self._clock = clock
         self._budget = int(pool.slots * fraction)
         self._wanted: dict[str, float] = {}  # when a keeper wanted it last
-        self._prefixes: dict[str, _Prefix] = {}
+        self._prefixes: dict[str, ComputedPrefix] = {}
+        self._firm: set[str] = set()  # names of them
         self._marks: list[_Mark] = []  # the one that was used last at the end
         self._uses: Counter[bytes] = Counter()
         self._firm_uses: Counter[bytes] = Counter()
@@ -89,7 +82,7 @@ class KeptPrefixes:
                 prefix.tokens,
                 len(prefix.keys),
                 sum(self._pool.lookup(key) is not None for key in prefix.keys),
-                prefix.firm,
+                name in self._firm,
             )
             for name, prefix in self._prefixes.items()
         }
@@ -120,36 +113,36 @@ class KeptPrefixes:
             if computed.prefix in self._wanted:
                 self._add(computed)
         # What is not wanted makes room at once for firm ones that are.
-        for name, prefix in self._prefixes.items():
+        for name in self._prefixes:
             if not wanted.get(name, False):
-                self._set_firm(prefix, False)
-        for name, prefix in self._prefixes.items():
-            self._set_firm(prefix, wanted.get(name, False))
+                self._set_firm(name, False)
+        for name in self._prefixes:
+            self._set_firm(name, wanted.get(name, False))
 
     def _add(self, computed: ComputedPrefix) -> None:
-        name, tokens, keys = computed
+        name = computed.prefix
         if name in self._prefixes:
-            if self._prefixes[name].keys == keys:
+            if self._prefixes[name].keys == computed.keys:
                 return
             self._drop(name)  # the model has another chat template now
-        self._prefixes[name] = _Prefix(tokens, keys)
-        protect(self._pool, _add(self._uses, keys), Protection.SOFT)
+        self._prefixes[name] = computed
+        protect(self._pool, _add(self._uses, computed.keys), Protection.SOFT)
 
-    def _set_firm(self, prefix: _Prefix, firm: bool) -> None:
-        if prefix.firm == firm:
+    def _set_firm(self, name: str, firm: bool) -> None:
+        keys = self._prefixes[name].keys
+        if firm == (name in self._firm):
             return
         if not firm:
-            protect(self._pool, _remove(self._firm_uses, prefix.keys), Protection.SOFT)
-        elif len(self._firm_uses.keys() | prefix.keys) > self._budget:
-            return
-        else:
-            protect(self._pool, _add(self._firm_uses, prefix.keys), Protection.FIRM)
-        prefix.firm = firm
+            protect(self._pool, _remove(self._firm_uses, keys), Protection.SOFT)
+            self._firm.remove(name)
+        elif len(self._firm_uses.keys() | keys) <= self._budget:
+            protect(self._pool, _add(self._firm_uses, keys), Protection.FIRM)
+            self._firm.add(name)
 
     def _drop(self, name: str) -> None:
-        prefix = self._prefixes.pop(name)
-        self._set_firm(prefix, False)
-        protect(self._pool, _remove(self._uses, prefix.keys), Protection.NONE)
+        self._set_firm(name, False)
+        keys = self._prefixes.pop(name).keys
+        protect(self._pool, _remove(self._uses, keys), Protection.NONE)
 
     # -- marked prompts ------------------------------------------------------------------------
 
