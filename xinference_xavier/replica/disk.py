@@ -406,20 +406,18 @@ class Disk:
             self._clean_up_at = time.monotonic() + _CLEAN_UP
             disk.remove_unused(self._parent, time.time())
         self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        row_bytes = self._region.row_bytes
         limit = self._max_bytes or shutil.disk_usage(self._parent).total // _SHARE
-        if limit < self._region.row_bytes:
-            reason = f"{limit} bytes hold no chunk of {self._region.row_bytes}"
+        if limit < row_bytes:
+            reason = f"{limit} bytes hold no chunk of {row_bytes}"
             raise OSError(errno.ENOSPC, reason, str(self._parent))
-        store = Store(self._folder(namespace), self._region.row_bytes, limit)
+        store = Store(disk.folder_of(self._parent, namespace, row_bytes), row_bytes, limit)
         self.stats.limit_bytes = limit
         with disk.closing_on_error(store):
             store.note("model", self._model_uid)
             store.note("namespace", namespace)
-            store.note("row_bytes", self._region.row_bytes)
+            store.note("row_bytes", row_bytes)
         return store
-
-    def _folder(self, namespace: str) -> Path:
-        return disk.folder_of(self._parent, namespace, self._region.row_bytes)
 
     def _compare(self, store: Store, sketches: Mapping[str, Sketch]) -> Difference | None:
         """How the engine differs from those that have used the store."""
