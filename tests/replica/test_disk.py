@@ -506,7 +506,7 @@ async def test_rows_are_not_free_while_they_are_read_for_somebody_who_has_given_
     async with life(tmp_path) as replica:
         keys, answers = await hanging(replica, monkeypatch)
         deadline = time.monotonic() + NEVER
-        copying = spawn(copy_rows(replica.pool, replica.fetcher, DISK, keys, deadline))
+        copying = spawn(copy_rows(replica.fetcher, DISK, keys, deadline))
         await replica.until(lambda: replica.pool.counts().filling == 2)
         copying.cancel()
         await asyncio.wait({copying})

@@ -62,7 +62,7 @@ async def test_what_the_pool_has_already_does_not_end_a_copy() -> None:
     for row in pool.reserve(keys[:BATCH]).rows:
         pool.commit(row)
     fetcher = cast(Fetcher, Granting(pool))
-    assert await copy_rows(pool, fetcher, "donor", keys, time.monotonic() + 60) == BATCH + 10
+    assert await copy_rows(fetcher, "donor", keys, time.monotonic() + 60) == BATCH + 10
     assert all(map(pool.holds, keys))
 
 

@@ -120,7 +120,7 @@ class Fetcher:
         `rolled_back(fetch, reason)`: not all of the fetch's rows were committed.
         """
         self._incarnation = incarnation
-        self._pool = pool
+        self.pool = pool
         self._row_bytes = row_bytes
         self._process = process
         self._namespace = namespace
@@ -151,7 +151,7 @@ class Fetcher:
         reason: str | None = "stopped"  # if the replica stops and cancels this task
         try:
             async with Rollback() as scope:
-                scope.undo(self._pool.abort, *fetch.rows)  # does nothing to committed ones
+                scope.undo(self.pool.abort, *fetch.rows)  # does nothing to committed ones
                 parts = self._namespace.parts
                 # Its rows may have been reserved since the pool was reset, and for the namespace
                 # of before.
@@ -261,7 +261,7 @@ class Fetcher:
             await asyncio.wait({pulling})  # until then, rows may be written
             raise
         if not pulling.done():
-            self._pool.quarantine(*fetch.rows)
+            self.pool.quarantine(*fetch.rows)
             self._finish(fetch, "timeout")
         result = await pulling
         if result.transport is not None:
@@ -285,7 +285,7 @@ class Fetcher:
     def _commit(self, fetch: PeerFetch, checksums: Sequence[int], result: PullResult) -> str | None:
         verified = zip(fetch.rows[: result.verified], checksums, strict=False)
         fetch.committed = [
-            row for row, checksum in verified if self._pool.commit(row, checksum, pins=1)
+            row for row, checksum in verified if self.pool.commit(row, checksum, pins=1)
         ]
         if fetch.source != DISK:
             self.counts.rows += len(fetch.committed)

@@ -179,23 +179,18 @@ def chosen(answers: Mapping[str, Answer], most: int) -> dict[str, list[bytes]]:
 
 
 async def copy_rows(
-    pool: Pool,
-    fetcher: Fetcher,
-    donor: str,
-    keys: list[bytes],
-    deadline: float,
-    patience: float = 0.0,
+    fetcher: Fetcher, donor: str, keys: list[bytes], deadline: float, patience: float = 0.0
 ) -> int:
     """Fetch the chunks of `keys` that the pool lacks, in order, into free rows; returns how many
     arrived. Ends when no row has been free for `patience` seconds. If the caller is cancelled, it
     goes on: rows may be written until their fetch has ended."""
-    return await finishing(_copy_rows(pool, fetcher, donor, keys, deadline, patience))
+    return await finishing(_copy_rows(fetcher, donor, keys, deadline, patience))
 
 
 async def _copy_rows(
-    pool: Pool, fetcher: Fetcher, donor: str, keys: list[bytes], deadline: float, patience: float
+    fetcher: Fetcher, donor: str, keys: list[bytes], deadline: float, patience: float
 ) -> int:
-    arrived: list[Row] = []
+    pool, arrived = fetcher.pool, list[Row]()
     patient = time.monotonic() + patience
     try:
         while keys and time.monotonic() < deadline:
@@ -305,7 +300,7 @@ class WarmJoin:
         }
         # Where no row is free, somebody was faster, so requests come already.
         copying = (
-            copy_rows(self._pool, self._fetcher, donor, keys, deadline)
+            copy_rows(self._fetcher, donor, keys, deadline)
             for donor, keys in chosen(answers, room).items()
         )
         self.stats.chunks += sum(await asyncio.gather(*copying))
@@ -336,14 +331,12 @@ class HandOver:
         *,
         incarnation: str,
         key_bytes: int,
-        pool: Pool,
         mirror: Mirror,
         fetcher: Fetcher,
         recent: RecentPrompts,
     ) -> None:
         self._incarnation = incarnation
         self._key_bytes = key_bytes
-        self._pool = pool
         self._mirror = mirror
         self._fetcher = fetcher
         self._recent = recent
@@ -398,4 +391,4 @@ class HandOver:
         check_seconds("seconds", seconds, MAX_DRAIN + 1)
         keys = unpack(packed, self._key_bytes)
         deadline = time.monotonic() + seconds
-        return await copy_rows(self._pool, self._fetcher, donor, keys, deadline, _ROW_PATIENCE)
+        return await copy_rows(self._fetcher, donor, keys, deadline, _ROW_PATIENCE)

@@ -204,7 +204,6 @@ class Replica:
         self.hand_over = HandOver(
             incarnation=incarnation,
             key_bytes=key_bytes,
-            pool=self._pool,
             mirror=self.mirror,
             fetcher=self._fetcher,
             recent=self.recent,
@@ -378,7 +377,7 @@ class Replica:
             deadline = time.monotonic() + self._config.fetch_timeout
             try:
                 async with self._disk_reads:  # what another peer has just read is not read again
-                    await copy_rows(self._pool, self._fetcher, DISK, [*keys[held:]], deadline)
+                    await copy_rows(self._fetcher, DISK, [*keys[held:]], deadline)
             finally:
                 self.donor.grants.release(grant.grant_id)
             grant = self._grant(request)
