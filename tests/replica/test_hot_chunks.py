@@ -196,29 +196,25 @@ def prefixes(scene: Scene, elsewhere: str = "") -> list[str]:
     return ["".join(chr(each[0]) for each in keys) for keys in found]
 
 
-def test_what_prompts_share_stays_with_what_follows_it() -> None:
-    scene = Scene()
+def test_what_prompts_share_stays_with_what_follows_it(scene: Scene) -> None:
     scene.ask("abc", "abd", "abc", "abd", "xy", "xy")
     assert prefixes(scene) == ["abdc", "xy"]
 
 
-def test_behind_what_peers_hold_each_prompt_is_on_its_own() -> None:
-    scene = Scene()
+def test_behind_what_peers_hold_each_prompt_is_on_its_own(scene: Scene) -> None:
     scene.ask("sab", "sab", "scd", "scd", "scd", "se")
     assert prefixes(scene, elsewhere="s") == ["cd", "ab"]
     assert prefixes(scene, elsewhere="sabcd") == []
 
 
-def test_what_one_request_used_stays_but_named_ones_go() -> None:
-    scene = Scene()
+def test_what_one_request_used_stays_but_named_ones_go(scene: Scene) -> None:
     scene.ask("ab", "xy", "xy")
     scene.hold(prompt("n"))
     scene.named = [prompt("n")]
     assert prefixes(scene) == ["n", "xy"]
 
 
-def test_the_chunks_of_all_groups_go_together() -> None:
-    scene = Scene()
+def test_the_chunks_of_all_groups_go_together(scene: Scene) -> None:
     keys = [key("a"), key("b"), key("a", 1), key("b", 1)]
     scene.hold(keys)
     scene.finished = [keys] * 2

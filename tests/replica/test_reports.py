@@ -51,18 +51,12 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [f"{record.levelname} {record.getMessage()}" for record in records(caplog)]
 
 
-def test_sharing_that_never_worked_does_not_stop(caplog: pytest.LogCaptureFixture) -> None:
-    log = SharingLog("a")
-    for reason in NotSharing:
-        log.update(reason, 0)
-    assert lines(caplog) == []
-
-
 def test_sharing_that_begins_or_stops_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """However often it is looked at, and whatever else keeps it from working meanwhile."""
+    """However often it is looked at, and whatever else keeps it from working meanwhile. What never
+    worked does not stop."""
     log = SharingLog("a")
     for reason, peers in (
-        (NotSharing.NOT_JOINED, 0),
+        *((reason, 0) for reason in NotSharing),
         (None, 1),
         (None, 2),
         (NotSharing.NO_PEERS, 0),
@@ -258,13 +252,9 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     await asyncio.wait({scene.running})
 
 
-async def test_the_load_is_reported_as_soon_as_there_is_a_tracker(scene: Scene) -> None:
+async def test_the_load_is_reported_at_once_and_with_each_interval(scene: Scene) -> None:
+    """Even if nothing has changed: routers take a replica that does not report for lost."""
     assert await scene.reports() == [(load(0.0), ())]
-
-
-async def test_and_with_each_interval_even_if_nothing_has_changed(scene: Scene) -> None:
-    """Routers take a replica that does not report for lost."""
-    await scene.reports()
     scene.now += INTERVAL - 0.1
     assert await scene.reports() == []
     for _ in range(2):
