@@ -100,7 +100,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/namespace.py",
-        "            if not self.is_isolated:\n                return False\n",
+        "            if self.lasting is not None:\n                return False\n",
         "",
         "a replica that was not reset shares its old rows under the new weights' version",
         ("tests/replica/test_namespace.py",),

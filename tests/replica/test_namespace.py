@@ -40,7 +40,7 @@ async def reset(namespace: SharedNamespace) -> None:
 def test_without_a_reset_it_is_the_engines_own(namespace: SharedNamespace) -> None:
     assert namespace.current == "own"
     assert namespace.is_settled
-    assert not namespace.is_isolated
+    assert namespace.lasting == "own"
 
 
 async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker: Tracker) -> None:
@@ -49,7 +49,7 @@ async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker:
     await reset(namespace)
     assert len({"own", first, namespace.current}) == 3
     assert tracker.moves == [first, namespace.current]
-    assert namespace.is_isolated
+    assert namespace.lasting is None
 
 
 async def test_it_is_settled_when_the_last_announced_reset_is_done(
@@ -68,8 +68,8 @@ async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace
     for each in (namespace, other):
         await reset(each)
         assert await each.rejoin("step 7")
-        assert not each.is_isolated
     assert namespace.current == other.current != "own"
+    assert namespace.lasting == namespace.current
 
 
 async def test_a_version_without_a_reset_changes_nothing(

@@ -14,7 +14,6 @@ class SharedNamespace:
 
     def __init__(self, own: str, move: Callable[[str], Awaitable[None]]) -> None:
         self.current = own
-        self.is_isolated = False  # since a reset, until an operator sets the weights version
         self._own = self._base = own
         self.lasting: str | None = own
         """What engines with these weights have in common, also after a restart. None since a reset,
@@ -43,16 +42,14 @@ class SharedNamespace:
         async with self._moving:
             self.lasting = None
             await self._begin(f"{self._own}+{secrets.token_hex(8)}")
-            self.is_isolated = True
             self._done += 1
 
     async def rejoin(self, version: str) -> bool:
         """Share with the replicas of weights `version`, to which everything computed since the last
         reset belongs. False, and no change, without a reset: our chunks may be older."""
         async with self._moving:
-            if not self.is_isolated:
+            if self.lasting is not None:
                 return False
-            self.is_isolated = False
             self.lasting = f"{self._own}@{version}"
             await self._begin(self.lasting)
             return True

@@ -362,7 +362,7 @@ class Replica:
         if not self._process.ready:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers:
-            return NotSharing.ALONE if self._namespace.is_isolated else NotSharing.NO_PEERS
+            return NotSharing.NO_PEERS if self._namespace.lasting else NotSharing.ALONE
         if not any(map(self.canary.trusts, self.mirror.peers)):
             return NotSharing.NOT_COMPARED
         return None
