@@ -5,6 +5,7 @@ import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ from xinference_xavier.replica.canary import (
     ProbeResult,
     Sketch,
     difference,
-    take_result,
 )
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.replica import Replica
 from xinference_xavier.stats.schema import ComparisonStats
 
 KEY = b"a canary"
@@ -186,8 +187,10 @@ class Recorder:
 def test_what_follows_from_a_probe(
     result: ProbeResult, told: list[Any], counts: ComparisonStats
 ) -> None:
-    recorder: Any = Recorder()
-    take_result(result, recorder, None, recorder.audit_failed, recorder.flush)
+    recorder = Recorder()
+    parts = {"canary": recorder, "_disk": None, "_events": recorder, "flush": recorder.flush}
+    replica: Any = SimpleNamespace(**parts)
+    Replica._take_result(replica, result)
     assert recorder.told == told
     assert recorder.stats == counts
 

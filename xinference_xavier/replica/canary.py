@@ -13,8 +13,6 @@ other.
 Threading: the replica's background loop. The scheduler thread may read `trusts_all`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -22,20 +20,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from xinference_xavier.errors import LinkError, shown
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import ComparisonStats
-
-if TYPE_CHECKING:
-    from xinference_xavier.replica.disk import Disk
 
 logger = logging.getLogger(__name__)
 
@@ -270,36 +264,6 @@ class Canary:
             self._mirror.trust(trusted)
         self.trusts_all = self._sketch is None or trusted >= self._mirror.peers
         self.stats.compared = len(trusted)
-
-
-def take_result(
-    result: ProbeResult,
-    canary: Canary,
-    disk: Disk | None,
-    audit_failed: Callable[[str | None, Difference], None],
-    flush: Callable[[str | None], int],
-) -> None:
-    """Compare peers by a canary. After a failed audit, drop all rows with the same origin as the
-    chunk, and fetch no more from there."""
-    if result.lost:
-        canary.stats.lost_probes += 1
-        return
-    if result.key is not None:
-        canary.probed(result.key, result.sketch)
-        if disk is not None:
-            disk.probed(result.key, result.sketch)
-        return
-    canary.stats.audits += 1
-    if result.difference is None:
-        return
-    canary.stats.failed_audits += 1
-    audit_failed(result.donor, result.difference)
-    if result.donor == DISK:
-        assert disk is not None, "the rows came from there"
-        disk.distrust(result.difference)
-    elif result.donor is not None:
-        canary.distrust(result.donor, result.difference)
-    flush(result.donor)
 
 
 def _checked(sketch: Any) -> Sketch | None:

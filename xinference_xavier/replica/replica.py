@@ -28,7 +28,7 @@ from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.load import Drain, Load, ScheduledPrompt
 from xinference_xavier.protocol.tracker import replica_name, saved_key
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
-from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch, take_result
+from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Checksums, Donor, pool_keys
 from xinference_xavier.replica.fetcher import Fetcher
@@ -346,8 +346,32 @@ class Replica:
             if self._disk is not None:
                 self._disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self._engine.work_on_probes():
-                take_result(result, self.canary, self._disk, self._events.audit_failed, self.flush)
+                self._take_result(result)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers))
+
+    def _take_result(self, result: ProbeResult) -> None:
+        """Compare peers by a canary. After a failed audit, drop all rows with the same origin as
+        the chunk, and fetch no more from there."""
+        stats = self.canary.stats
+        if result.lost:
+            stats.lost_probes += 1
+            return
+        if result.key is not None:
+            self.canary.probed(result.key, result.sketch)
+            if self._disk is not None:
+                self._disk.probed(result.key, result.sketch)
+            return
+        stats.audits += 1
+        if result.difference is None:
+            return
+        stats.failed_audits += 1
+        self._events.audit_failed(result.donor, result.difference)
+        if result.donor == DISK:
+            assert self._disk is not None, "the rows came from there"
+            self._disk.distrust(result.difference)
+        elif result.donor is not None:
+            self.canary.distrust(result.donor, result.difference)
+        self.flush(result.donor)
 
     def _not_sharing(self) -> NotSharing | None:
         """Why the replica cannot fetch from any peer; None if it can."""
