@@ -15,33 +15,32 @@ from typing import Any, ClassVar
 COMMITTED, ROLLED_BACK = OUTCOMES = ("committed", "rolled_back")
 
 
-def shown_as(name: str, text: str, label: str = "") -> dict[str, str]:
-    """A field's metadata: its metric, without prefix, and its description, also for OpenAPI.
-
-    A dictionary is shown as the sum of its values. With `label`, an object is shown as one series
-    per field, and the field's name is the label's value.
-    """
-    return {"metric": name, "description": text, "label": label}
-
-
 def about(text: str) -> dict[str, str]:
-    """Metadata of a field without a metric: its description."""
+    """Metadata of a field without a metric: its description, also for OpenAPI."""
     return {"description": text}
 
 
 def described(text: str, default: Any) -> Any:
     """A dataclass field without a metric. `default` is a value or a factory."""
+    return _field(default, about(text))
+
+
+def metric(name: str, text: str, default: Any = 0, *, label: str = "") -> Any:
+    """A dataclass field with a metric of this `name`, without prefix.
+
+    A dictionary is shown as the sum of its values. With `label`, an object is shown as one series
+    per field, and the field's name is the label's value.
+    """
+    return _field(default, {"metric": name, "description": text, "label": label})
+
+
+def _field(default: Any, metadata: dict[str, str]) -> Any:
     made = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**made, metadata=about(text))
+    return field(**made, metadata=metadata)
 
 
 NOT_SENT = {"exclude": True}
 """Metadata of a field that no answer has: OpenAPI leaves it out."""
-
-
-def metric(name: str, text: str, default: float | None = 0) -> Any:
-    """A dataclass field with a metric."""
-    return field(default=default, metadata=shown_as(name, text))
 
 
 @dataclass
@@ -302,11 +301,11 @@ class HookStats:
 class Counters:
     """Counts that can be summed over replicas."""
 
-    hits: Hits = field(
-        default_factory=Hits,
-        metadata=shown_as(
-            "prompt_tokens_total", "Prompt tokens by the source of their KV cache.", label="source"
-        ),
+    hits: Hits = metric(
+        "prompt_tokens_total",
+        "Prompt tokens by the source of their KV cache.",
+        Hits,
+        label="source",
     )
     first_tokens: FirstTokens = described(
         "The times that people waited, by the source of most of the prompt.", FirstTokens
@@ -381,10 +380,7 @@ class ReplicaStats(Counters):
     )
     fetches: ReplicaFetches = described("Fetches from peers.", ReplicaFetches)
     received_from: dict[str, int] = described("Bytes by donor.", dict)
-    fetching: dict[str, int] = field(
-        default_factory=dict,
-        metadata=shown_as("fetching_chunks", "Chunks under way to the replica."),
-    )
+    fetching: dict[str, int] = metric("fetching_chunks", "Chunks under way to the replica.", dict)
     fetch_decisions: Decisions = described("What it fetched or computed.", Decisions)
     waits: WaitCounts = described("Waits for a peer's prefill.", WaitCounts)
     pool: PoolStats = described("Its pool.", PoolStats)
@@ -393,13 +389,11 @@ class ReplicaStats(Counters):
     comparison: ComparisonStats = described("Of its rows with those of peers.", ComparisonStats)
     warm_join: WarmJoinStats = described("What it fetched when it joined.", WarmJoinStats)
     disk: DiskStats = described("What is saved below its pool.", DiskStats)
-    hooks: HookStats = field(
-        default_factory=HookStats,
-        metadata=shown_as(
-            "lost_hook_events_total",
-            "Events of the replica at which xavier_hooks raised, or that it was too slow for.",
-            label="reason",
-        ),
+    hooks: HookStats = metric(
+        "lost_hook_events_total",
+        "Events of the replica at which xavier_hooks raised, or that it was too slow for.",
+        HookStats,
+        label="reason",
     )
     transport: str | None = described("Of its rows; a heartbeat lacks it.", None)
     transfer_pid: int | None = described("Of its transfer process; a heartbeat lacks it.", None)
@@ -454,13 +448,11 @@ class TrackerStats:
         "Calls beyond the tracker's limits: joins, watches, reports and claims.",
     )
     watches: int = 0
-    hooks: HookStats = field(
-        default_factory=HookStats,
-        metadata=shown_as(
-            "tracker_lost_hook_events_total",
-            "Events of the tracker at which xavier_hooks raised, or that it was too slow for.",
-            label="reason",
-        ),
+    hooks: HookStats = metric(
+        "tracker_lost_hook_events_total",
+        "Events of the tracker at which xavier_hooks raised, or that it was too slow for.",
+        HookStats,
+        label="reason",
     )
 
 
