@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -192,7 +192,7 @@ def _at_tracker(model: str, address: str, version: str) -> Mapping[str, Any]:
 
     try:
         return asyncio.run(standalone.set_weights_version(model, address, version))
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:  # also a ConfigError
         raise click.UsageError(str(error)) from None
     except standalone.UNREACHABLE as error:
         click.echo(f"Error: no tracker of {model} answers at {address} ({error!r})", err=True)
@@ -271,7 +271,10 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
             until=_interrupted(),
         )
 
-    _run(serve())
+    try:
+        asyncio.run(serve())
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _interrupted() -> asyncio.Event:
@@ -285,13 +288,6 @@ def _interrupted() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     return until
-
-
-def _run(serving: Coroutine[Any, Any, None]) -> None:
-    try:
-        asyncio.run(serving)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
 
 
 def _launch_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -39,8 +39,10 @@ def transfer_config(
 ) -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for a model whose tracker is at `address`, and for the server of
     that `name`; raises ConfigError."""
-    if name is not None:
-        check_name("name", name)
+    if name is not None and not _NAME.fullmatch(name):
+        raise ConfigError(
+            "name", name, "is not a name", "use letters, digits, dots, dashes and underscores"
+        )
     check_reachable(address)
     if "pool_bytes" not in options:
         raise ConfigError(
@@ -60,14 +62,6 @@ def check_reachable(address: str) -> None:
         )
     if not port:
         raise ConfigError("address", address, "has no port", "use the one the tracker listens on")
-
-
-def check_name(option: str, name: str) -> None:
-    """Raises ConfigError for what cannot be a server's name."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            option, name, "is not a name", "use letters, digits, dots, dashes and underscores"
-        )
 
 
 async def serve(
