@@ -13,7 +13,12 @@ from xinference_xavier import disk as stores
 from xinference_xavier.cli import tables
 
 
-def _failing_in_a_sentence(command: Callable[..., None]) -> Callable[..., None]:
+def _of_folder(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the argument; a folder that cannot be read ends the command with a sentence."""
+
+    @click.argument(
+        "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER"
+    )
     @wraps(command)
     def wrapped(folder: Path, **options: Any) -> None:
         try:
@@ -25,27 +30,20 @@ def _failing_in_a_sentence(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-_folder = click.argument(
-    "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER"
-)
-
-
 @click.group()
 def disk() -> None:
     """Look at what replicas of this host have saved in FOLDER, the value of xavier_disk."""
 
 
 @disk.command()
-@_folder
-@_failing_in_a_sentence
+@_of_folder
 def ls(folder: Path) -> None:
     """List the stores: one for each model, its weights, and the layout of its cache."""
     tables.console().print(tables.stores_table(stores.summaries(folder)))
 
 
 @disk.command()
-@_folder
-@_failing_in_a_sentence
+@_of_folder
 def check(folder: Path) -> None:
     """Read all rows, and verify their checksums. Replicas may go on meanwhile."""
     wrong = 0
@@ -63,9 +61,8 @@ def check(folder: Path) -> None:
 
 
 @disk.command()
-@_folder
+@_of_folder
 @click.option("--model", help="Only the stores of this model.")
-@_failing_in_a_sentence
 def clear(folder: Path, model: str | None) -> None:
     """Remove the stores. Replicas that use one begin another."""
     found = stores.summaries(folder)
