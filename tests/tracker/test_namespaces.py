@@ -114,7 +114,8 @@ async def test_a_replica_that_is_in_another_namespace_by_now_is_not_lost(
 
 
 def wait_for(batcher: WatcherBatcher) -> asyncio.Task[None]:
-    return asyncio.create_task(batcher.wait(PATIENCE))
+    """Wait for news that the next notification brings."""
+    return asyncio.create_task(batcher.wait_for(iter((False, True)).__next__, PATIENCE))
 
 
 async def test_after_a_quiet_time_a_change_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +135,8 @@ async def test_changes_soon_after_it_are_batched(monkeypatch: pytest.MonkeyPatch
     batcher.notify_now()
     waiting = [wait_for(batcher), wait_for(batcher)]
     for _ in range(3):
-        batcher.notify(1)
         await let_others_run()
+        batcher.notify(1)
     assert batcher.pending
     assert not any(task.done() for task in waiting)
     batcher.notify_now()
@@ -152,7 +153,6 @@ async def test_pending_changes_are_sent_when_their_time_has_come(
     batcher.notify_now()
     for _ in range(3):
         batcher.notify(2)
-        waiting = wait_for(batcher)
         async with asyncio.timeout(PATIENCE / 2):
-            await waiting
+            await batcher.wait_for(lambda: True, PATIENCE)
         assert not batcher.pending

@@ -63,11 +63,12 @@ class WatcherBatcher:
         self._notified.set()
         self._notified = asyncio.Event()  # for the next notification
 
-    async def wait(self, timeout: float) -> None:
-        """Wait for the next notification, for at most `timeout` seconds."""
+    async def wait_for(self, has_news: Callable[[], bool], timeout: float) -> None:
+        """Wait until nothing is held back and there is news, for at most `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._notified.wait()
+                while self.pending or not has_news():
+                    await self._notified.wait()
 
 
 class WatchLimit:
@@ -273,16 +274,13 @@ class Namespaces:
         self, name: str, incarnation: str, epoch: str, revision: int, timeout: float
     ) -> Update:
         """See `BlockTracker.watch`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while True:
-            namespace = self.find_member(name, incarnation)
-            index, watchers = namespace.index, namespace.watchers
-            left = deadline - loop.time()
-            has_update = not watchers.pending and index.has_update(incarnation, epoch, revision)
-            if left <= 0 or has_update:
-                return index.changes_since(epoch, revision, incarnation)
-            await watchers.wait(left)
+
+        def index() -> Index:
+            return self.find_member(name, incarnation).index
+
+        watchers = self.find_member(name, incarnation).watchers
+        await watchers.wait_for(lambda: index().has_update(incarnation, epoch, revision), timeout)
+        return index().changes_since(epoch, revision, incarnation)
 
     def end(self) -> None:
         """Forget all namespaces and release their watchers."""

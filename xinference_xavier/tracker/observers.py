@@ -5,7 +5,6 @@ no state for it. Every report of a load gets the next version number, so that a 
 what is new.
 """
 
-import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -153,15 +152,9 @@ class Observers:
 
     async def wait(self, epoch: str, revision: int, version: int, timeout: float) -> Observation:
         """See `BlockTracker.observe`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
         self._waiting += 1
         try:
-            while not self._has_news(epoch, revision, version):
-                left = deadline - loop.time()
-                if left <= 0:
-                    break
-                await self._batcher.wait(left)
+            await self._batcher.wait_for(lambda: self._has_news(epoch, revision, version), timeout)
         finally:
             self._waiting -= 1
             self._listened = self._clock()
@@ -171,13 +164,9 @@ class Observers:
         return news._replace(update=update)
 
     def _has_news(self, epoch: str, revision: int, version: int) -> bool:
-        if self._ended:
-            return True
-        if self._batcher.pending:
-            return False
         found = self._namespaces.largest()
         changed = found is not None and found.index.has_update(_ROUTER, epoch, revision)
-        return changed or self.loads.version != version
+        return self._ended or changed or self.loads.version != version
 
     def end(self) -> None:
         """Release all that wait."""
