@@ -58,7 +58,7 @@ class XavierClient:
     ConfigError if either cannot be one."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
-        check_url("endpoint", endpoint)
+        _check_endpoint(endpoint)
         self._http = httpx.Client(base_url=endpoint, headers=_headers(api_key))
 
     def __enter__(self) -> Self:
@@ -258,7 +258,7 @@ class AsyncXavierClient:
     """`XavierClient` for an event loop; see there."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
-        check_url("endpoint", endpoint)
+        _check_endpoint(endpoint)
         self._http = httpx.AsyncClient(base_url=endpoint, headers=_headers(api_key))
 
     async def __aenter__(self) -> Self:
@@ -373,18 +373,17 @@ def _tenant(cache_salt: str | None) -> dict[str, str]:
     return {} if cache_salt is None else {SALT_HEADER: quote(cache_salt, safe="")}
 
 
-def check_url(option: str, text: str) -> httpx.URL:
-    """Raises ConfigError for what cannot be a server's."""
+def _check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError for what cannot be a server's URL."""
     try:
-        url = httpx.URL(text)
+        url = httpx.URL(endpoint)
         url.host.encode("idna")  # as whoever looks it up does
     except (httpx.InvalidURL, UnicodeError):
         url = httpx.URL()
-    if url.scheme in ("http", "https") and url.host and (url.port or 0) <= _MAX_PORT:
-        return url
-    raise ConfigError(
-        option, text, "is not a server's URL", "write for example http://10.0.0.1:9997"
-    )
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > _MAX_PORT:
+        raise ConfigError(
+            "endpoint", endpoint, "is not a server's URL", "write for example http://10.0.0.1:9997"
+        )
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
