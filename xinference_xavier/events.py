@@ -186,7 +186,6 @@ class Hooks:
         self._hook = hook
         self._waiting: queue.Queue[Event] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self.notified = 0
         self.failed = 0
         self.dropped = 0
 
@@ -213,7 +212,6 @@ class Hooks:
             event = self._waiting.get()
             try:
                 hook(event)
-                self.notified += 1
             except Exception:
                 self.failed += 1
                 if self.failed == 1:
