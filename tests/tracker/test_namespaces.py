@@ -36,7 +36,7 @@ async def test_members_and_namespaces_are_bounded(
     with pytest.raises(TrackerFullError, match="namespace 'other' exceeds the 1 of model"):
         join(namespaces, "other", B)
     assert namespaces.refused == 2
-    assert namespaces.members() == [(A,)]
+    assert namespaces.all_members() == [A]
 
 
 async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespaces) -> None:
@@ -108,7 +108,7 @@ async def test_a_replica_that_is_in_another_namespace_by_now_is_not_lost(
     join(namespaces, "new", A, B, now=5.0)
     namespaces.leave("old", "b", moving=True, now=6.0)
     assert namespaces.expire(10.0) == []
-    assert namespaces.members() == [(A, B)]
+    assert namespaces.all_members() == [A, B]
     join(namespaces, "new", A, B, now=12.0)
     assert namespaces.expire(16.0) == []
 

@@ -178,12 +178,8 @@ class Namespaces:
         """The namespace with the most members, the oldest on ties; None without members."""
         return max(self._all.values(), key=lambda each: len(each.index), default=None)
 
-    def members(self) -> list[tuple[Member, ...]]:
-        """The members of each namespace."""
-        return [namespace.index.members() for namespace in self._all.values()]
-
     def all_members(self) -> list[Member]:
-        return [member for members in self.members() for member in members]
+        return [member for each in self._all.values() for member in each.index.members()]
 
     def members_and_moving(self) -> list[Member]:
         """`all_members`, and the replicas that have left one namespace to join another."""
