@@ -11,6 +11,7 @@ from xinference_xavier.config import (
     ENABLE,
     UPSTREAM_OPTIONS,
     XavierConfig,
+    configuration,
     for_worker,
     kv_transfer_config,
     own_transfer_config,
@@ -240,16 +241,12 @@ def test_config_refuses_unknown_fields() -> None:
 CONFIG = XavierConfig("m", "0.0.0.0:9999", replicas_per_host=2, port_range=(40000, 40100))
 
 
-def config_in(transfer: dict[str, Any]) -> XavierConfig:
-    return XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
-
-
 def test_the_engine_is_told_our_connector_and_spec_in_json() -> None:
     transfer = json.loads(json.dumps(kv_transfer_config(CONFIG)))
     assert transfer["kv_connector_module_path"] == "xinference_xavier.engine.entry"
     assert transfer["kv_role"] == "kv_both"
     assert transfer["kv_connector_extra_config"]["spec_name"] == "XavierSpec"
-    assert config_in(transfer) == CONFIG
+    assert configuration(transfer) == CONFIG
 
 
 def test_ours_is_recognized_even_as_text() -> None:
@@ -265,11 +262,11 @@ def test_a_replica_added_on_another_worker_starts_from_the_supervisor_s_values()
     transfer = kv_transfer_config(CONFIG)
     first = for_worker(transfer, worker_address="0.0.0.0:70", supervisor_address="0.0.0.0:9999")
     assert transfer == kv_transfer_config(CONFIG)
-    this_host = config_in(first)
+    this_host = configuration(first)
     assert this_host.worker_address == "127.0.0.1:70"
     assert this_host.tracker_address == "127.0.0.1:9999"
     replayed = json.loads(json.dumps(first))
-    second = config_in(
+    second = configuration(
         for_worker(replayed, worker_address="10.0.0.2:70", supervisor_address="10.0.0.1:9999")
     )
     assert (second.worker_address, second.tracker_address) == ("10.0.0.2:70", "10.0.0.1:9999")

@@ -16,7 +16,7 @@ from examples.processes import free_port
 from tests.harness.replicas import MODEL, ReplicaProcess
 from xinference_xavier.cli import standalone
 from xinference_xavier.cli.commands import main
-from xinference_xavier.config import XavierConfig, own_transfer_config
+from xinference_xavier.config import XavierConfig, configuration, own_transfer_config
 from xinference_xavier.options import PARSERS
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.aio import within
@@ -36,7 +36,7 @@ def told(*words: str) -> XavierConfig:
     assert result.stdout.count("\n") == 1, "one line, to be passed as one argument"
     transfer = own_transfer_config(result.stdout)
     assert transfer is not None
-    return XavierConfig.from_dict(transfer["kv_connector_extra_config"]["xavier"])
+    return configuration(transfer)
 
 
 def weights(address: str, version: str) -> tuple[int, str]:
