@@ -14,40 +14,27 @@ from xinference_xavier.errors import ApiError
 
 
 class Client:
-    """Knows two replicas, and their routing from the third question on, or never."""
+    """Knows two replicas, and their routing from the third question on, or never. What is in
+    `fails` cannot be switched to."""
 
-    def __init__(self, *, knows_routing: bool) -> None:
+    def __init__(self, *fails: object, knows_routing: bool = True) -> None:
+        self._fails = fails
         self._knows_routing = knows_routing
         self._asked = 0
+        self.done: list[object] = []
 
     def status(self, model: str) -> Any:
         self._asked += 1
         mode = "auto" if self._knows_routing and self._asked > 2 else ""
         able = [SimpleNamespace(replica=name, not_sharing=None) for name in ("m-0", "m-1")]
-        return SimpleNamespace(replicas=able, routing=SimpleNamespace(mode=mode))
+        return SimpleNamespace(replicas=able, routing=SimpleNamespace(mode=mode), enabled=True)
 
+    def set_routing(self, model: str, mode: object) -> None:
+        self.done.append(mode)
+        if mode in self._fails:
+            raise ApiError("no answer", 503)
 
-class Switched(Client):
-    """Does not switch sharing, or routing to off."""
-
-    def __init__(self, *fails: object) -> None:
-        super().__init__(knows_routing=True)
-        self._fails = fails
-        self.done: list[object] = []
-
-    def status(self, model: str) -> Any:
-        return SimpleNamespace(**vars(super().status(model)), enabled=True)
-
-    def switch(self, model: str, enabled: bool) -> None:
-        self._do(enabled)
-
-    def set_routing(self, model: str, mode: str) -> None:
-        self._do(mode)
-
-    def _do(self, what: object) -> None:
-        self.done.append(what)
-        if what in self._fails:
-            raise ApiError(503, "no answer")
+    switch = set_routing
 
 
 class StandIn:
@@ -122,7 +109,7 @@ def test_other_tokens_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_replicas_that_were_just_launched_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_POLL", 0)
-    client: Any = Client(knows_routing=True)
+    client: Any = Client()
     assert Trial(client, "m").before.routing.mode == "auto"
 
 
@@ -136,7 +123,7 @@ def test_replicas_that_never_report_are_not_tried(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("fails", ["off", True])
 def test_routing_is_put_back_whatever_fails(monkeypatch: pytest.MonkeyPatch, fails: object) -> None:
     monkeypatch.setattr(trial, "_POLL", 0)
-    client: Any = Switched(fails)
+    client: Any = Client(fails)
     tested = Trial(client, "m")
     with pytest.raises(ApiError), tested.in_turn():
         pass
@@ -149,7 +136,7 @@ def test_a_trial_that_is_ended_puts_routing_and_sharing_back(
 ) -> None:
     """Also if its terminal is closed."""
     signals = signal.SIGTERM, signal.SIGHUP
-    client: Any = Switched()
+    client: Any = Client()
     handlers = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
     monkeypatch.setattr(trial, "_POLL", 0)
     monkeypatch.setattr(trial, "Trial", lambda _, model: Trial(client, model))
