@@ -1,4 +1,4 @@
-"""Prefixes get a name on the command line; the server is a stand-in."""
+"""Prefixes get a name on the command line, and chats are explained; the server is a stand-in."""
 
 import json
 from functools import partial
@@ -17,7 +17,7 @@ MESSAGES = [{"role": "system", "content": "You are a guide."}]
 
 
 class Server:
-    """Prefixes take three looks to be computed."""
+    """Prefixes take three looks to be computed. It explains nothing."""
 
     def __init__(self) -> None:
         self.added: dict[str, Any] = {}
@@ -28,7 +28,7 @@ class Server:
         path = unquote(request.url.path)
         if request.method == "POST":
             self.added = json.loads(request.content)
-            return httpx.Response(201, json=self.report())
+            return httpx.Response(201, json=self.report()) if path == PATH else httpx.Response(404)
         if path == PATH:
             return httpx.Response(200, json={"prefixes": [self.report()] if self.added else []})
         if path == f"{PATH}/{self.added['name']}/events":
@@ -88,6 +88,14 @@ def test_messages_come_from_standard_input(server: Server) -> None:
     assert (server.added["messages"], server.added["tools"]) == (MESSAGES, chat["tools"])
     assert run("add", "guide", "--file", "-", "--chat", text=json.dumps(MESSAGES)).exit_code == 0
     assert server.added["messages"] == MESSAGES
+
+
+def test_tools_are_part_of_a_chat_to_be_explained(server: Server) -> None:
+    """Their text begins the prompt."""
+    chat = {"messages": MESSAGES, "tools": [{"type": "function"}]}
+    words = ["explain", "-e", "http://xinference", "-k", "key", "m", "--chat", "--prompt-file", "-"]
+    CliRunner().invoke(main, words, input=json.dumps({**chat, "temperature": 0}))
+    assert server.added == chat
 
 
 def test_a_prefix_that_cannot_be_computed(server: Server) -> None:
