@@ -198,15 +198,6 @@ def test_a_refusal_leaves_the_arguments_as_they_were() -> None:
     assert kwargs == before
 
 
-def test_requests_are_routed_and_may_wait_unless_a_launch_says_otherwise() -> None:
-    plain = XavierConfig("m", "10.0.0.1:9999")
-    assert (plain.routing, plain.queue, plain.request_limit) == ("auto", 100, None)
-    options = parsed(**{"xavier-routing": "backlog", "xavier-queue": "0"})
-    config = XavierConfig("m", "10.0.0.1:9999", **options, request_limit=8)
-    assert (config.routing, config.queue, config.request_limit) == ("backlog", 0, 8)
-    assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
 @pytest.mark.parametrize(
     ("field", "wrong"),
     [
