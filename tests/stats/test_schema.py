@@ -70,6 +70,7 @@ def test_fields_that_an_older_server_lacks_have_their_defaults() -> None:
     assert (replica.hits, replica.requests, replica.bytes_received) == (Hits(), 0, 0)
     assert (replica.stale, replica.pool.rows, replica.prefill_tokens_per_s) == (False, 0, None)
     assert (replica.received_from, replica.fetching) == ({}, {})
+    assert status().routing == RoutingStats(mode="")
 
 
 def test_fields_that_only_a_newer_server_has_are_in_raw() -> None:
@@ -204,7 +205,3 @@ def test_a_client_reads_what_a_router_reports() -> None:
     stats.sent("fetch", "m-0")
     stats.answered("fetch", 1.0, 3.0)
     assert read(ModelStatus, STATUS | {"routing": asdict(stats)}).routing == stats
-
-
-def test_a_server_that_does_not_route_has_no_mode() -> None:
-    assert status().routing == RoutingStats(mode="")
