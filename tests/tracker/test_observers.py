@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.tracker_pools import MODEL, create_tracker, join, let_others_run
+from tests.tracker_pools import MODEL, join, let_others_run
 from tests.tracker_pools import NAMESPACE as NS
 from xinference_xavier.protocol.load import (
     Load,
@@ -30,7 +30,7 @@ from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.namespaces import Namespaces
 from xinference_xavier.tracker.observers import LISTENS_FOR, Loads, Observers
 
-A, B, C = (Member(name, "127.0.0.1:1") for name in "abc")
+A, B, C, D = (Member(name, "127.0.0.1:1") for name in "abcd")
 K1, K2 = b"key1", b"key2"
 SERVING = Serving(128, 1 << 20)
 LOAD = Load(SERVING, prefill_tokens=100, prefill_s=0.1, requests=1, known=("r",))
@@ -117,16 +117,22 @@ async def test_without_members_there_is_nothing(tracker: Any) -> None:
             lambda tracker: tracker.leave(NS, "b"),
             lambda found: (found.update.left, found.gone) == (("b",), ("b",)),
         ),
-        (lambda tracker: join(tracker, C), lambda found: found.update.members == (C,)),
+        (lambda tracker: join(tracker, D), lambda found: found.update.members == (D,)),
+        (
+            lambda tracker: tracker.report_load("other", "c", LOAD),
+            lambda found: [each.incarnation for each in found.loads] == ["c"],
+        ),
     ],
-    ids=["a publication", "a load", "a prompt", "a setting", "a departure", "an arrival"],
+    ids=["publication", "load", "prompt", "setting", "departure", "arrival", "other namespace"],
 )
 async def test_a_router_that_waits_is_told_at_once(
     tracker: Any,
     happens: Callable[[Any], Awaitable[object]],
     is_told: Callable[[Observation], bool],
 ) -> None:
+    """Requests can be sent to the replicas of all namespaces."""
     await join(tracker, A, B)
+    await join(tracker, C, namespace="other")
     await tracker.publish(NS, "a", 1, K1, b"")
     for name in ("a", "b"):
         await tracker.report_load(NS, name, LOAD)
@@ -135,15 +141,6 @@ async def test_a_router_that_waits_is_told_at_once(
     found = await news
     assert not found.complete
     assert is_told(found)
-
-
-async def test_it_is_told_of_replicas_in_any_namespace(tracker: Any) -> None:
-    """Requests can be sent to all of them."""
-    await join(tracker, A, B)
-    await join(tracker, C, namespace="other")
-    news = await wait_for_news(tracker)
-    await tracker.report_load("other", "c", LOAD)
-    assert [each.incarnation for each in (await news).loads] == ["c"]
 
 
 async def test_it_returns_empty_handed_when_its_time_is_over(tracker: Any) -> None:
@@ -295,20 +292,6 @@ async def test_a_tracker_that_ends_releases_its_routers_at_once(tracker: Any) ->
     assert waiting.done()
     with pytest.raises(xo.ActorNotExist, match="the tracker of model has ended"):
         await waiting
-
-
-async def test_a_new_tracker_tells_its_routers_everything(pool: Any, tracker: Any) -> None:
-    await join(tracker, A, B)
-    for name in ("a", "b"):
-        await tracker.report_load(NS, name, LOAD)
-    seen = await look(tracker)
-    await xo.destroy_actor(tracker)
-    tracker = await create_tracker(pool.external_address)
-    await join(tracker, B)
-    await tracker.report_load(NS, "b", LOAD)
-    found = await look(tracker, seen)
-    assert (found.update.snapshot, found.update.members) == (True, (B,))
-    assert (found.complete, [each.incarnation for each in found.loads]) == (True, ["b"])
 
 
 async def test_routers_count_as_watches(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
