@@ -52,34 +52,22 @@ async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespac
     assert not namespaces.items()
 
 
-async def test_a_moving_replica_belongs_to_the_model_until_it_joins_or_its_lease_ends(
+async def test_a_moving_replica_belongs_to_the_model_and_is_lost_unless_it_joins_in_time(
     namespaces: Namespaces,
 ) -> None:
-    join(namespaces, "old", A, B, C)
+    join(namespaces, "old", A, B)
+    join(namespaces, "old", C, now=5.0)
     for name in ("a", "b"):
         namespaces.leave("old", name, moving=True, now=1.0)
     assert namespaces.all_members() == [C]
     join(namespaces, "new", A._replace(serves=False), now=2.0)
     namespaces.find_member("new", "a").index.set_serving("a", True)
     assert namespaces.members_and_moving() == [C, A, B]
-    namespaces.leave("new", "a", moving=False, now=3.0)
-    assert namespaces.members_and_moving() == [C, B]
-    namespaces.expire(10.9)
-    assert B in namespaces.members_and_moving()
-    namespaces.expire(11.0)
-    assert namespaces.members_and_moving() == []
-
-
-async def test_a_replica_that_leaves_a_namespace_and_joins_no_other_is_lost(
-    namespaces: Namespaces,
-) -> None:
-    join(namespaces, "old", A, B)
-    for name in ("a", "b"):
-        namespaces.leave("old", name, moving=True, now=1.0)
-    join(namespaces, "new", A, now=2.0)
     assert namespaces.expire(10.9) == []
+    assert namespaces.members_and_moving() == [C, A, B]
     assert namespaces.expire(11.0) == ["b"]
     assert namespaces.expire(11.5) == [], "once"
+    assert namespaces.members_and_moving() == [C, A]
 
 
 async def test_one_that_leaves_for_good_meanwhile_is_not_lost(namespaces: Namespaces) -> None:
