@@ -17,11 +17,11 @@ HEALTHY: dict[str, Any] = {
 """What a replica says of itself."""
 
 
-def found_in_processes(**api: Any) -> list[Finding]:
-    """The findings in a cluster without models, whose processes are all like this one."""
+def found_in(models: dict[str, Any], **api: Any) -> list[Finding]:
+    """The findings in a cluster whose processes are all like this one."""
     info = process_info()
-    workers = {"127.0.0.1:1": info}
-    return diagnose({"api": {**info, **api}, "supervisor": info, "workers": workers, "models": {}})
+    processes = {"api": {**info, **api}, "supervisor": info, "workers": {"w": info}}
+    return diagnose({**processes, "models": models})
 
 
 def found(
@@ -41,9 +41,7 @@ def found(
         "tracker": tracker or {},
     }
     checks = {"a": {**HEALTHY, **(check or {})}, "b": HEALTHY}
-    info = process_info()
-    models = {"m": {"report": report, "self_checks": checks}}
-    return diagnose({"api": info, "supervisor": info, "workers": {"w": info}, "models": models})
+    return found_in({"m": {"report": report, "self_checks": checks}})
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +51,12 @@ def byte_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("api", [{}, {"faults": {}}], ids=["of an earlier version", "whole"])
 def test_nothing_in_healthy_processes(api: dict[str, Any]) -> None:
-    assert found_in_processes(**api) == []
+    assert found_in({}, **api) == []
 
 
 @pytest.mark.parametrize("grave", [True, False])
 def test_what_xinference_lacks(grave: bool) -> None:
-    (finding,) = found_in_processes(faults={"it has no ears: it does not hear": grave})
+    (finding,) = found_in({}, faults={"it has no ears: it does not hear": grave})
     assert finding.where == "API process"
     assert "it has no ears: it does not hear" in finding.problem
     assert finding.grave is grave
