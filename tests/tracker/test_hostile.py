@@ -177,17 +177,13 @@ async def test_malformed_input_is_refused(
 @pytest.mark.parametrize(
     ("load", "prompts"),
     [
-        (None, ()),
-        (LOAD._replace(requests=-1), ()),
-        (LOAD._replace(known=("x" * 257,)), ()),
-        (LOAD, None),
+        (LOAD._replace(requests=-1), (PROMPT,)),
         (LOAD, (PROMPT, PROMPT._replace(keys=b"k"))),
-        (LOAD._replace(serving=None), (PROMPT,)),  # type: ignore[arg-type]
     ],
-    ids=["none", "negative", "long id", "no prompts", "half a key", "no serving"],
+    ids=["load", "prompt"],
 )
 async def test_a_report_of_load_is_taken_over_as_a_whole_or_not_at_all(
-    tracker: Any, load: Any, prompts: Any
+    tracker: Any, load: Load, prompts: tuple[ScheduledPrompt, ...]
 ) -> None:
     """A router refuses all that a tracker says if one load is malformed."""
     await join(tracker, A)
