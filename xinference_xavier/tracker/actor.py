@@ -438,14 +438,11 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if delay > self._tick:
             self._namespaces.extend_leases(delay)
         for incarnation in self._namespaces.expire(now):
-            self._lost(incarnation)
-
-    def _lost(self, incarnation: str) -> None:
-        self._observers.forget(incarnation)
-        logger.warning(
-            "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
-        )
-        self._notify(self._membership.lost(incarnation))
+            self._observers.forget(incarnation)
+            logger.warning(
+                "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
+            )
+            self._notify(self._membership.lost(incarnation))
 
     def _check_alive(self) -> None:
         if self._ended:
