@@ -194,9 +194,8 @@ class Index:
     # Watching
 
     def configure(self, settings: Settings) -> None:
-        if settings != self.settings:
-            self.settings = settings
-            self._raise_revision("")
+        self.settings = settings
+        self._raise_revision("")
 
     def has_update(self, watcher: str, epoch: str, revision: int) -> bool:
         """Whether anyone but `watcher` changed something since `revision`."""
