@@ -130,11 +130,14 @@ class Index:
         if incarnation in self._leases:
             self._replace(self._leases[incarnation].member._replace(serves=serves))
 
-    def leave(self, incarnation: str) -> None:
+    def leave(self, incarnation: str) -> Member | None:
+        """Return the former member, None if `incarnation` was none."""
         lease = self._leases.pop(incarnation, None)
-        if lease is not None:
-            # The change is for watchers that do not look before it joins again.
-            self._record(Change(incarnation, lease.sequence, b"", b"", True), Left(incarnation))
+        if lease is None:
+            return None
+        # The change is for watchers that do not look before it joins again.
+        self._record(Change(incarnation, lease.sequence, b"", b"", True), Left(incarnation))
+        return lease.member
 
     def expire(self, now: float) -> list[str]:
         """Remove the members whose leases have run out; return their incarnations.

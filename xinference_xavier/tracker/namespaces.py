@@ -204,18 +204,13 @@ class Namespaces:
 
     def leave(self, name: str, incarnation: str, moving: bool, now: float) -> None:
         namespace = self.find(name, incarnation)
+        member = None if namespace is None else namespace.index.leave(incarnation)
         if not moving:
             self._moving.pop(incarnation, None)
-        if namespace is None:
-            return
-        if moving:
-            self._moving |= {
-                member.incarnation: (member, now + self._lease)
-                for member in namespace.index.members()
-                if member.incarnation == incarnation
-            }
-        namespace.index.leave(incarnation)
-        self._departed(name, [incarnation])
+        elif member is not None:
+            self._moving[incarnation] = (member, now + self._lease)
+        if namespace is not None:
+            self._departed(name, [incarnation])
 
     def extend_leases(self, seconds: float) -> None:
         for namespace in self._all.values():
