@@ -21,9 +21,11 @@ class Server:
     def __init__(self) -> None:
         self.streams: list[str] = []
         self.asked: list[tuple[str, str | None]] = []
+        self.accepted: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.asked.append((request.url.raw_path.decode(), request.headers.get(SALT_HEADER)))
+        self.accepted.append(request.headers["accept"])
         if not self.streams:
             return httpx.Response(503)
         headers = {"content-type": "text/event-stream"}
@@ -72,6 +74,16 @@ async def test_the_asynchronous_twin_goes_on_too(server: Server) -> None:
     server.streams = [event(1), event(1) + event(2) + GONE]
     async with AsyncXavierClient(ENDPOINT) as client:
         assert [each.time async for each in client.events("m")] == [1, 2]
+
+
+def test_a_stream_changes_no_later_request(server: Server) -> None:
+    """The library writes its own headers into those that it is given."""
+    server.streams = [STATUS + GONE]
+    with XavierClient(ENDPOINT) as client:
+        assert len(list(client.watch("m"))) == 1
+        with pytest.raises(ApiError):
+            client.models()
+    assert server.accepted == ["text/event-stream", "*/*"]
 
 
 def test_a_stream_that_cannot_go_on_is_an_error(server: Server) -> None:

@@ -228,6 +228,7 @@ class XavierClient:
     def _listen(
         self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
     ) -> Iterator[_T]:
+        headers = dict(headers)  # the library writes its own into them
         while True:
             connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
             with _failures(self._http.base_url), connecting as source:
@@ -308,6 +309,7 @@ class AsyncXavierClient:
     async def _listen(
         self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
     ) -> AsyncIterator[_T]:
+        headers = dict(headers)  # the library writes its own into them
         while True:
             connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
             with _failures(self._http.base_url):
