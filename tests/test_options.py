@@ -99,6 +99,7 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("host", ["10.0.0.1:80"], "carries a port"),
         ("host", ["0.0.0.0", "::"], "not an address a peer can reach"),
         ("host", ["a b", 7], "is not a host"),
+        ("disk", ["cache/xavier", 7], "is not an absolute path"),
         ("roles", ["", "prefill", ["prefill"]], "is not a list of roles"),
         ("roles", ["encode:1,any:1"], "has an unknown role, encode"),
         ("roles", ["decode:100000"], "has more than 1000 replicas"),

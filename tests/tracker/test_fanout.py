@@ -92,10 +92,12 @@ async def test_a_change_of_a_new_tracker_beats_what_replicas_learned_from_the_ol
     assert (await look(tracker, "a")).settings == new
 
 
-async def test_a_change_of_the_routing_is_an_event(tracker: Any) -> None:
+async def test_a_change_of_a_setting_is_an_event(tracker: Any) -> None:
     await tracker.set_routing("off")
-    (record,) = await tracker.wait_events(0, 0.0)
-    assert (record.event["event"], record.event["routing"]) == ("RoutingChanged", "off")
+    await tracker.set_enabled(False)
+    first, second = (record.event for record in await tracker.wait_events(0, 0.0))
+    assert (first["event"], first["routing"]) == ("RoutingChanged", "off")
+    assert (second["event"], second["enabled"]) == ("SharingSwitched", False)
 
 
 async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
