@@ -190,22 +190,14 @@ def taken(ports: tuple[int, int]) -> ExitStack:
         ("well", "cannot fetch from mute: no link", "--xavier_port_range", True),
         ("well", "cannot fetch from crippled: it has no transfer", "", True),
         ("well", "its pool holds only 16 chunks", "--xavier_pool_bytes", False),
+        ("foreign", "xavier_port_range={}-{} has only 0 free ports", "-ltnp 'sport >= {}", False),
     ],
 )
 def test_each_problem_of_a_replica_is_found(
     planted: Planted, replica: str, problem: str, remedy: str, grave: bool
 ) -> None:
+    problem, remedy = problem.format(*planted.ports), remedy.format(*planted.ports)
     planted.result.finds(f"replica {replica}", problem, remedy, grave=grave)
-
-
-def test_ports_that_are_used_up(planted: Planted) -> None:
-    low, high = planted.ports
-    planted.result.finds(
-        "replica foreign",
-        f"xavier_port_range={low}-{high} has only 0 free ports",
-        f"ss -ltnp 'sport >= {low}",
-        grave=False,
-    )
 
 
 def test_replicas_in_two_namespaces_and_the_field_that_differs(planted: Planted) -> None:
