@@ -67,14 +67,6 @@ def test_joining_again_keeps_holdings_and_moves_the_address() -> None:
     assert (holdings(index, "a"), index.sequence("a")) == (1, 1)
 
 
-def test_a_lease_ends_unless_it_is_renewed() -> None:
-    index = index_of(A, B)
-    assert index.renew("a", 9.0)
-    assert index.expire(10.0) == ["b"]
-    assert index.expire(18.9) == []
-    assert index.expire(19.0) == ["a"]
-
-
 def test_a_clock_that_goes_back_makes_no_lease_longer() -> None:
     index = index_of(A, B)
     assert index.expire(-60.0) == []
