@@ -21,7 +21,7 @@ from xinference_xavier.replica import reports as module
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.replica.reports import (
-    Counters,
+    ClientCounts,
     EventReporter,
     LoadReporter,
     Publisher,
@@ -110,7 +110,7 @@ async def test_a_snapshot_has_the_latest_chunks_that_the_tracker_takes(
         sent.append((method, *packed))
         return Outcome.APPLIED
 
-    await Publisher("a", lambda: keys, Counters()).send_holdings(call)
+    await Publisher("a", lambda: keys, ClientCounts()).send_holdings(call)
     assert sent == [("replace", pack(keys[3:]))]
 
 
@@ -139,6 +139,9 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
         warm_join=SimpleNamespace(stats=WarmJoinStats(20, 1.5, 21)),
         _disk=SimpleNamespace(report=lambda: DISK),
         _process=SimpleNamespace(pid=11, starts=3, failed_calls=12),
+        _client=SimpleNamespace(
+            counts=ClientCounts(failures=1, stats_failures=2, claim_failures=3, reconnects=4)
+        ),
         _events=SimpleNamespace(hooks=SimpleNamespace(failed=13, dropped=14)),
         _not_sharing=lambda: "no peers",
         _background=SimpleNamespace(refused=15),
@@ -173,6 +176,7 @@ def test_every_count_is_reported() -> None:
         transfer_pid=11,
         transfer_restarts=2,
         transfer_failed_calls=12,
+        tracker_failures=6,
     )
     assert stats(counts) == asdict(expected)
 

@@ -195,7 +195,7 @@ async def test_keys_queued_together_travel_as_one_publication_with_their_net_eff
     a.store(K3)
     await b.sees(K2, "a")
     assert (b.mirror.known_holders(K1), b.mirror.known_holders(K3)) == ((), ("a",))
-    assert a.client.counters.batches == 1
+    assert a.client.counts.batches == 1
     assert a.client.publisher.last_sequence == 2
 
 
@@ -208,11 +208,11 @@ async def test_withdrawn_keys_wait_for_the_next_held_ones(
     a.client.publisher.enqueue([K1], held=False)
     b.store(K3)
     await a.sees(K3, "b")  # which takes longer than a publication
-    assert a.client.counters.batches == 0
+    assert a.client.counts.batches == 0
     a.store(K2)
     await b.sees(K2, "a")
     assert b.mirror.known_holders(K1) == ()
-    assert a.client.counters.batches == 1
+    assert a.client.counts.batches == 1
 
 
 async def test_a_snapshot_replaces_a_queue_that_is_too_long(
@@ -224,7 +224,7 @@ async def test_a_snapshot_replaces_a_queue_that_is_too_long(
     a.evict(K2, K3)
     await b.sees(K1, "a")
     assert len(b.mirror) == 1
-    assert (a.client.counters.batches, a.client.counters.replacements) == (0, 2)
+    assert (a.client.counts.batches, a.client.counts.replacements) == (0, 2)
 
 
 async def test_two_replicas_of_one_incarnation_end_each_other_s_sessions(peers: Peers) -> None:
@@ -314,14 +314,14 @@ async def test_failing_stats_do_not_end_the_membership(peers: Peers) -> None:
     failed = asyncio.Event()
 
     def stats() -> dict[str, object]:
-        if a.client.counters.stats_failures:
+        if a.client.counts.stats_failures:
             failed.set()
         raise RuntimeError("no stats today")
 
     a = peers.make("a", stats=stats)
     await a.start()
     await asyncio.wait_for(failed.wait(), PATIENCE)
-    assert (a.client.joined.is_set(), a.client.counters.failures) == (True, 0)
+    assert (a.client.joined.is_set(), a.client.counts.failures) == (True, 0)
 
 
 async def test_a_lost_tracker_is_filled_again_by_its_replicas(peers: Peers) -> None:
@@ -342,7 +342,7 @@ async def test_a_lost_tracker_is_filled_again_by_its_replicas(peers: Peers) -> N
     await b.mirror.until(lambda mirror: mirror.serving == {"a"})
     b.store(K3)
     await a.sees(K3, "b")
-    assert a.client.counters.reconnects == 1
+    assert a.client.counts.reconnects == 1
     assert a.secrets[0] != a.secrets[1] == b.secrets[1]
     assert not (await peers.tracker.status())["enabled"]
     assert not a.mirror.enabled
@@ -418,7 +418,7 @@ async def test_a_replica_that_was_removed_by_mistake_joins_again(peers: Peers) -
     await peers.tracker.leave("namespace", "a")
     await b.sees(K1)
     await b.sees(K1, "a")
-    assert a.client.counters.reconnects == 1
+    assert a.client.counts.reconnects == 1
 
 
 async def test_a_replica_whose_publication_nobody_knows_joins_again(
@@ -434,7 +434,7 @@ async def test_a_replica_whose_publication_nobody_knows_joins_again(
     monkeypatch.setattr(BlockTracker, "publish", unknown)
     a.store(K1)
     await b.sees(K1, "a")
-    assert a.client.counters.reconnects == 1
+    assert a.client.counts.reconnects == 1
 
 
 class DeafTracker(BlockTracker):
@@ -476,8 +476,8 @@ async def test_lost_and_repeated_publications_leave_no_trace(peers: Peers) -> No
             and all(mirror.known_holders(key) == ("a",) for key in a.pool)
         )
     )
-    assert a.client.counters.replacements > 1
-    assert a.client.counters.failures == 0
+    assert a.client.counts.replacements > 1
+    assert a.client.counts.failures == 0
 
 
 async def test_sharing_can_be_switched_off_and_on(peers: Peers) -> None:
@@ -585,12 +585,12 @@ async def test_without_a_tracker_everybody_computes(
     a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
     suspend(process)
     assert await claimed(a, K1) == 0
-    assert a.client.counters.claim_failures == 1
+    assert a.client.counts.claim_failures == 1
     process.kill()
     await until_lost(a)  # without a heartbeat
     assert await claimed(a, K1) == 0
     await a.client.release(Claim([K1], 10.0))
-    assert a.client.counters.claim_failures == 1
+    assert a.client.counts.claim_failures == 1
     await a.crash()
 
 

@@ -61,6 +61,7 @@ def stats(**changes: Any) -> dict[str, Any]:
         "scheduler_errors": 29,
         "transfer_restarts": 1,
         "transfer_failed_calls": 26,
+        "tracker_failures": 30,
         **changes,
     }  # fmt: skip
 
@@ -120,7 +121,7 @@ def test_each_figure_has_its_metric() -> None:
         "unreleased_grants_total": 21, "mirror_dropped_chunks_total": 22,
         "backlog_refused_total": 25, "transfer_failed_calls_total": 26,
         "warm_join_chunks_total": 27, "warm_join_seconds": 3.5, "warm_join_failures_total": 28,
-        "scheduler_errors_total": 29,
+        "scheduler_errors_total": 29, "tracker_failures_total": 30,
     }  # fmt: skip
     assert {
         name: value(found, name, model_uid="m", replica_index="0") for name in figures

@@ -474,6 +474,7 @@ class Replica:
                 transfer_pid=process.pid,
                 transfer_restarts=max(0, process.starts - 1),
                 transfer_failed_calls=process.failed_calls,
+                tracker_failures=self._client.counts.failed,
             )
         )
 

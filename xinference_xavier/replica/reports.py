@@ -51,9 +51,9 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 
 @dataclass
-class Counters:
-    """Counts of a tracker client: publications as `batches` or `replacements` (snapshots), and
-    failed sessions."""
+class ClientCounts:
+    """What a tracker client has done: publications as `batches` or `replacements` (snapshots),
+    sessions, and what failed."""
 
     batches: int = 0
     replacements: int = 0
@@ -62,18 +62,22 @@ class Counters:
     stats_failures: int = 0
     claim_failures: int = 0
 
+    @property
+    def failed(self) -> int:
+        return self.failures + self.stats_failures + self.claim_failures
+
 
 class Publisher:
     """`holdings` returns all keys that `incarnation` publishes. `last_sequence` is the number of
     the last publication."""
 
     def __init__(
-        self, incarnation: str, holdings: Callable[[], Iterable[bytes]], counters: Counters
+        self, incarnation: str, holdings: Callable[[], Iterable[bytes]], counts: ClientCounts
     ) -> None:
         self.last_sequence = 0
         self._incarnation = incarnation
         self._holdings = holdings
-        self._counters = counters
+        self._counts = counts
         self._queue: dict[bytes, bool] = {}
         self._replace_all = False
         self._work = asyncio.Event()
@@ -113,7 +117,7 @@ class Publisher:
                 f"the tracker refused snapshot {self.last_sequence} of {self._incarnation!r} as "
                 f"{outcome.value}; another replica must not use this incarnation"
             )
-        self._counters.replacements += 1
+        self._counts.replacements += 1
 
     async def _send_queued(self, call: Call) -> bool:
         """Publish what is queued; False if the tracker needs a snapshot."""
@@ -123,7 +127,7 @@ class Publisher:
         added = pack(key for key, held in queue.items() if held)
         removed = pack(key for key, held in queue.items() if not held)
         outcome = await self._send(call, "publish", added, removed)
-        self._counters.batches += 1
+        self._counts.batches += 1
         return outcome is Outcome.APPLIED
 
     async def _send(self, call: Call, method: str, *keys: bytes) -> Outcome:

@@ -36,7 +36,7 @@ from xinference_xavier.protocol.tracker import (
     pack,
     tracker_uid,
 )
-from xinference_xavier.replica.reports import Counters, LoadReporter, Publisher
+from xinference_xavier.replica.reports import ClientCounts, LoadReporter, Publisher
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.validate import check_count
@@ -163,8 +163,8 @@ class TrackerClient:
         self.mirror = mirror
         self.secret: bytes | None = None
         self.joined = asyncio.Event()
-        self.counters = Counters()
-        self.publisher = Publisher(incarnation, holdings, self.counters)
+        self.counts = ClientCounts()
+        self.publisher = Publisher(incarnation, holdings, self.counts)
         self._model_uid = model_uid
         self._incarnation = incarnation
         self._serves = False
@@ -220,7 +220,7 @@ class TrackerClient:
                 check_count("held_by_peer", answer, 0, len(claim.keys))
                 held_by_peer = answer
         except Exception:
-            self.counters.claim_failures += 1
+            self.counts.claim_failures += 1
         finally:
             claim.held_by_peer = held_by_peer
 
@@ -230,7 +230,7 @@ class TrackerClient:
             if self.joined.is_set():
                 await self._call(self.namespace, "release", pack(claim.keys))
         except Exception:  # the tracker will end it
-            self.counters.claim_failures += 1
+            self.counts.claim_failures += 1
 
     def set_serving(self, serves: bool) -> None:
         """Whether peers can fetch from this replica now. The tracker is told at once."""
@@ -266,7 +266,7 @@ class TrackerClient:
                 tasks.create_task(self._tell_serving(namespace))
                 tasks.create_task(self._load_reporter.run(partial(self._call, namespace)))
         except Exception as error:
-            self.counters.failures += 1
+            self.counts.failures += 1
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             self._on_session(cause)
 
@@ -285,7 +285,7 @@ class TrackerClient:
         self._on_joined(reply.secret)
         await self.publisher.send_holdings(partial(self._call, namespace))
         if self.secret is not None:
-            self.counters.reconnects += 1
+            self.counts.reconnects += 1
         self.secret = reply.secret
         self.joined.set()
         self._on_session(None)
@@ -328,8 +328,8 @@ class TrackerClient:
         try:
             return self._stats()
         except Exception:
-            self.counters.stats_failures += 1
-            if self.counters.stats_failures == 1:
+            self.counts.stats_failures += 1
+            if self.counts.stats_failures == 1:
                 logger.exception("stats failed: incarnation=%s", self._incarnation)
             return {}
 
@@ -346,7 +346,7 @@ class TrackerClient:
             call = self._tracker.leave(namespace, self._incarnation, moving)
             await within(LEAVE_DEADLINE, call)
         except Exception as error:
-            self.counters.failures += 1
+            self.counts.failures += 1
             logger.info(
                 "no answer to leaving, the lease will expire: incarnation=%s error=%r",
                 self._incarnation,

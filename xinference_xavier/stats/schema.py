@@ -404,6 +404,10 @@ class ReplicaStats(Counters):
         "transfer_failed_calls_total",
         "Calls to the replica's transfer process that failed or timed out.",
     )
+    tracker_failures: int = metric(
+        "tracker_failures_total",
+        "Sessions with the tracker that failed, and claims and figures that it did not get.",
+    )
 
 
 @dataclass(kw_only=True)
