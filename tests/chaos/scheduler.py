@@ -24,13 +24,13 @@ from tests.chaos.worker import Job, Worker
 from tests.chaos.workload import prompt
 from tests.engine.scheduling import (
     CHUNK,
+    ONE_GROUP,
     SERVING,
     Request,
     Scheduling,
     chunks,
     without_requests,
 )
-from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.pool.tier import FetchState
 from xinference_xavier.protocol.prefixes import prefix_of
@@ -90,7 +90,7 @@ class _Live(Scheduling):
         self.manager = XavierManager(
             tier.pool,
             tier,
-            layout=Layout(CHUNK),
+            layout=ONE_GROUP,
             serving=SERVING,
             row_bytes=1,
             step_tokens=CHUNK,

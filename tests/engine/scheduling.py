@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from xinference_xavier.engine.keys import Layout
+from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import CanAudit, OwnRequests, Probes
 from xinference_xavier.engine.waiting import Arrivals
@@ -37,6 +37,14 @@ FETCH_TIMEOUT = 5.0
 ROW_BYTES = 1 << 20
 SERVING = Serving(CHUNK, ROW_BYTES, mark_key="secret")
 KEY_BYTES = 36
+
+
+def layout_of(*groups: Group) -> Layout:
+    """Of groups with the numbers 0, 1 and so on."""
+    return Layout(CHUNK, {number.to_bytes(4): group for number, group in enumerate(groups)})
+
+
+ONE_GROUP = layout_of(Group(CHUNK))
 
 
 def chunks(prompt: str, count: int, group: int = 0) -> list[OffloadKey]:
@@ -217,7 +225,7 @@ class Scheduling:
         shares: bool = True,
         step_tokens: int = CHUNK,
         arrivals: Arrivals | None = None,
-        layout: Layout | None = None,
+        layout: Layout = ONE_GROUP,
         serving: Serving = SERVING,
         probes: Callable[[Pool, CanAudit], Probes] = without_requests,
         events: bool = False,
@@ -228,7 +236,7 @@ class Scheduling:
         self.manager = XavierManager(
             self.pool,
             self.tier,
-            layout=layout or Layout(CHUNK),
+            layout=layout,
             serving=serving,
             row_bytes=ROW_BYTES,
             step_tokens=step_tokens,

@@ -8,14 +8,16 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.engine.scheduling import (
     CHUNK,
+    ONE_GROUP,
     Request,
     Scheduling,
     chunks,
+    layout_of,
     prefix_scan,
     window_scan,
 )
 from xinference_xavier.engine.costs import RETRY_AFTER
-from xinference_xavier.engine.keys import Group
+from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.protocol.tracker import replica_of, saved_key
 
 PREFILL = 1000.0
@@ -25,8 +27,8 @@ PREFILL = 1000.0
 class Engine(Scheduling):
     """Has a pool of 512 rows and computes a chunk in 0.128 s."""
 
-    def __init__(self, slots: int = 512) -> None:
-        super().__init__(slots=slots, adaptive=True)
+    def __init__(self, slots: int = 512, layout: Layout = ONE_GROUP) -> None:
+        super().__init__(slots=slots, adaptive=True, layout=layout)
         self.manager.prefill_rate.tokens_per_second = PREFILL
         self._prompts = 0
 
@@ -273,13 +275,13 @@ class Hybrid(Engine):
     """One group with full attention and five with windows of eight chunks, like Gemma 3."""
 
     def __init__(self, groups: Sequence[int] = (FULL, *SLIDING), window: int = WINDOW) -> None:
-        super().__init__(slots=4000)
+        sizes = {
+            number.to_bytes(4): Group(CHUNK, None if number == FULL else window)
+            for number in {FULL, *groups}
+        }
+        super().__init__(slots=4000, layout=Layout(CHUNK, sizes))
         self.window = window
         self.numbers = groups
-        self.manager.layout.groups = {
-            number.to_bytes(4): Group(CHUNK, None if number == FULL else window)
-            for number in groups
-        }
 
     def prompt(self, count: int) -> list[list[OffloadKey]]:
         return [chunks("prompt", count, number) for number in self.numbers]
@@ -402,8 +404,7 @@ def test_main_keys_are_those_of_the_group_with_the_longest_chunks_and_no_window(
     groups: list[Group], counts: list[int], main: int | None
 ) -> None:
     """Routers use them to see how much of a prompt a replica holds."""
-    vllm = Scheduling()
-    vllm.manager.layout.groups = {n.to_bytes(4): group for n, group in enumerate(groups)}
+    vllm = Scheduling(layout=layout_of(*groups))
     prompt = [chunks("prompt", count, number) for number, count in enumerate(counts)]
     request = vllm.arrive("r", *prompt)
     main_keys = vllm.manager.requests[request.req_id].main_keys()

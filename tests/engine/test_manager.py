@@ -11,11 +11,13 @@ from tests.engine.scheduling import (
     Scheduling,
     assert_nothing_left,
     chunks,
+    layout_of,
     slow_engine,
     waiting,
     window_scan,
 )
 from tests.logged import records
+from xinference_xavier.engine.keys import Group
 from xinference_xavier.pool.pool import PoolCounts
 from xinference_xavier.pool.tier import DISK
 
@@ -166,6 +168,10 @@ class TestTwoGroups:
     """Full attention, scanned from the start, and a sliding window, scanned from the end."""
 
     WINDOW = 2
+
+    @pytest.fixture
+    def vllm(self) -> Scheduling:
+        return Scheduling(layout=layout_of(Group(CHUNK), Group(CHUNK)))
 
     def scan(self, vllm: Scheduling, request: Request) -> tuple[int | None, int | None]:
         full = vllm.scan(request)

@@ -10,11 +10,19 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_offload.base import OffloadKey
 
-from tests.engine.scheduling import CHUNK, ROW_BYTES, SERVING, Request, Scheduling, chunks
+from tests.engine.scheduling import (
+    CHUNK,
+    ROW_BYTES,
+    SERVING,
+    Request,
+    Scheduling,
+    chunks,
+    layout_of,
+)
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, NOBODY, Engine, MakeEngine
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import workload as workload_module
-from xinference_xavier.engine.keys import Group, Layout
+from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.probes import Probe
 from xinference_xavier.engine.spec import serving_of
 from xinference_xavier.engine.workload import (
@@ -433,12 +441,8 @@ class TestVllm:
         assert load_of(engine).serving._replace(mark_key="") == Serving(
             CHUNK, ROW_BYTES, None, "auto", 100
         )
-        groups = {
-            b"\0\0\0\0": Group(4 * CHUNK, window=1),
-            b"\0\0\0\1": Group(2 * CHUNK),
-            b"\0\0\0\2": Group(CHUNK),
-        }
-        serving = serving_of(XavierConfig("model", NOBODY), Layout(CHUNK, groups), ROW_BYTES)
+        layout = layout_of(Group(4 * CHUNK, window=1), Group(2 * CHUNK), Group(CHUNK))
+        serving = serving_of(XavierConfig("model", NOBODY), layout, ROW_BYTES)
         assert (serving.chunk_tokens, serving.chunk_bytes) == (2 * CHUNK, 3 * ROW_BYTES)
 
 

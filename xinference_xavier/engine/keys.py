@@ -51,21 +51,20 @@ class Group(NamedTuple):
         return self.window is None, self.chunk_tokens
 
 
-class Layout:
-    """The KV-cache `groups` of an engine, by the number at the end of their keys. A group without
-    an entry has chunks of `chunk_tokens` tokens and no window."""
+class Layout(NamedTuple):
+    """The KV-cache groups of an engine, by the number at the end of their keys. The longest chunks
+    have `chunk_tokens`."""
 
-    def __init__(self, chunk_tokens: int, groups: Mapping[bytes, Group] | None = None) -> None:
-        self.chunk_tokens = chunk_tokens
-        self.groups = groups or {}
-        self._default = Group(chunk_tokens)
+    chunk_tokens: int
+    groups: Mapping[bytes, Group]
 
     def group(self, key: bytes) -> Group:
-        return self.groups.get(key[GROUP], self._default)
+        return self.groups[key[GROUP]]
 
-    def main(self, numbers: Iterable[bytes]) -> bytes:
-        """The number of the group with the highest rank, among all groups or else `numbers`."""
-        return max(self.groups or numbers, key=lambda number: self.group(number).rank, default=b"")
+    @property
+    def main(self) -> bytes:
+        """The number of the group with the highest rank."""
+        return max(self.groups, key=lambda number: self.groups[number].rank)
 
     def whole_chunks(self, positions: Mapping[OffloadKey, int]) -> dict[bytes, list[bytes]]:
         """The keys of a request's whole chunks in order, by the number of their group. `positions`

@@ -135,8 +135,7 @@ class Request:
 
     def main_keys(self) -> list[bytes]:
         """The keys of the group with the highest rank."""
-        groups = self.groups()
-        return groups.get(self.layout.main(groups), [])
+        return self.groups().get(self.layout.main, [])
 
     def ends(self) -> dict[bytes, int]:
         """How many tokens there are up to the end of each chunk of the group with the highest rank,

@@ -322,7 +322,7 @@ def lookup_group(group: GroupOffloadConfig) -> Group:
 
 def serving_of(config: XavierConfig, layout: Layout, row_bytes: int) -> Serving:
     groups = layout.groups.values()
-    tokens = max(groups, key=lambda group: group.rank).chunk_tokens
+    tokens = layout.groups[layout.main].chunk_tokens
     # Of groups with a window a hit needs only the last few rows.
     whole = [group for group in groups if group.window is None] or groups
     rows = sum(tokens / group.chunk_tokens for group in whole)
