@@ -318,7 +318,7 @@ def test_stages_with_different_numbers_of_layers_share_rows(
         try:
             cells = BLOCKS_PER_CHUNK * PAGES[0] * sum(STAGES)
             assert 0 <= manager.row_bytes - cells < ROW_ALIGNMENT
-            assert manager._pool.slots == STAGES_POOL // manager.row_bytes
+            assert manager.pool.slots == STAGES_POOL // manager.row_bytes
         finally:
             manager.shutdown()
     finally:

@@ -459,7 +459,7 @@ class Replica:
             - len(self.pool._flushed)
             - counts.filling
             - counts.quarantined,
-            "requests in the manager": len(manager._requests),
+            "requests in the manager": len(manager.requests),
             "jobs in the manager": bool(manager._jobs),
             "fetches": len(manager.tier_lookup.fetches),
             "deferred requests": len(manager.tier_lookup._deferred)

@@ -90,15 +90,15 @@ class XavierManager(OffloadingManager):
         """`step_tokens` are computed in one step at most. `probes` makes them, given when they may
         audit. `arrivals` end an idle engine's wait; without, it never waits."""
         self.row_bytes = row_bytes
-        self._pool, self._held = pool, pool.held
+        self.pool, self._held = pool, pool.held
         self._tier, self._holders = tier, tier.holders
         self._on_shutdown = on_shutdown
         self.errors = SchedulerErrors(logger)
-        self._requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}  # unfinished ones by id
         self.adapters = Adapters(clock)
         self.prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
         self.reuses_partial_blocks = False  # vLLM, without telling us
-        self.pool, self.shares = pool, shares
+        self.shares = shares
         self._all_share = shares  # all requests, so far
         self._finished_requests = 0
         self.layout = layout
@@ -113,7 +113,7 @@ class XavierManager(OffloadingManager):
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
         self.probes = probes(self._can_audit)
         self.prefill_rate = PrefillRate()
-        self.steps = Steps(self._requests, self.prefill_rate)
+        self.steps = Steps(self.requests, self.prefill_rate)
         self.cost_model = CostModel(row_bytes=row_bytes)
         self.selection = DonorSelection(
             pool,
@@ -137,7 +137,7 @@ class XavierManager(OffloadingManager):
             clock=clock,
         )
         self.workload = Workload(
-            serving, self._requests, self.steps, self.prefill_rate, self.cost_model, clock
+            serving, self.requests, self.steps, self.prefill_rate, self.cost_model, clock
         )
         self._coming = self.tier_lookup.fetches.by_chunk
 
@@ -159,20 +159,15 @@ class XavierManager(OffloadingManager):
             "waits": asdict(self.tier_lookup.wait_counts),
         }
 
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        """Unfinished requests by id."""
-        return self._requests
-
     def _can_audit(self, tokens: int) -> bool:
         """Whether the engine is idle and has computed at least `tokens` prompt tokens."""
-        return not self._requests and self._hits.computed >= tokens
+        return not self.requests and self._hits.computed >= tokens
 
     # -- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = Request(req_context, self.layout, excluded=not self.shares)
-        self._requests[req_context.req_id] = request
+        self.requests[req_context.req_id] = request
         req_context.set_state(request)
         return RequestOffloadingContext()
 
@@ -188,34 +183,25 @@ class XavierManager(OffloadingManager):
 
         The request's fetches belong to the trace that `trace_headers` names.
         """
-        request = self._requests[req_id]
+        request = self.requests[req_id]
         reuses = prefix_tokens > 0 or self.reuses_partial_blocks
         request.looked_up(prefix_tokens, reuses, self.prefix_cache_is_stale)
         try:
-            self._begin_lookups(request, trace_headers, lora_request, salt)
+            self.tier_lookup.idle_wait.before_lookups(self.requests.keys(), request.pending)
+            if salt is not None and (probe := self.probes.of(salt)) is not None:
+                request.probe, request.counted.prompt = probe, True
+                request.settle()
+            request.trace_headers = trace_headers
+            if lora_request is not None:
+                self._all_share = False
+                if request.adapter is None:
+                    request.adapter = self.adapters.look(lora_request)
+                    request.see_adapter()
+                else:
+                    self.adapters.look_again(lora_request)
         except Exception:
             self.errors.caught("begin_lookups")
             request.excluded, self._all_share = True, False
-
-    def _begin_lookups(
-        self,
-        request: Request,
-        trace_headers: Mapping[str, str] | None,
-        lora_request: LoRARequest | None,
-        salt: str | None,
-    ) -> None:
-        self.tier_lookup.idle_wait.before_lookups(self._requests.keys(), request.pending)
-        if salt is not None and (probe := self.probes.of(salt)) is not None:
-            request.probe, request.counted.prompt = probe, True
-            request.settle()
-        request.trace_headers = trace_headers
-        if lora_request is not None:
-            self._all_share = False
-            if request.adapter is None:
-                request.adapter = self.adapters.look(lora_request)
-                request.see_adapter()
-            else:
-                self.adapters.look_again(lora_request)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         try:
@@ -227,9 +213,9 @@ class XavierManager(OffloadingManager):
                 if not request.shares:
                     return MISS
                 row_key = request.row_key(key)
-            if row_key in self._held and self._pool.lookup(row_key) is not None:
+            if row_key in self._held and self.pool.lookup(row_key) is not None:
                 return HIT
-            request = self._requests[req_context.req_id]
+            request = self.requests[req_context.req_id]
             if (
                 request.phase is Phase.COMPUTING
                 and row_key not in self._coming
@@ -247,7 +233,7 @@ class XavierManager(OffloadingManager):
         self.settled = False
         began, evicted = self.tier_lookup.end_pass(), list[bytes]()
         if not began:  # else the step has done enough
-            evicted = self._pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant)
+            evicted = self.pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant)
             self._tier.on_evicted(evicted)
         self.settled = began is None and not evicted
 
@@ -260,7 +246,7 @@ class XavierManager(OffloadingManager):
         `tokens` are the prompt's, if its rows depend on nothing else, such as images. After an
         asynchronous load vLLM schedules the request again, which does not count.
         """
-        request = self._requests[req_id]
+        request = self.requests[req_id]
         if request.counted.prompt:
             return
         request.counted.prompt = True
@@ -279,10 +265,10 @@ class XavierManager(OffloadingManager):
 
     @guarded(nothing)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = self._requests.pop(req_context.req_id)
+        request = self.requests.pop(req_context.req_id)
         self._finished_requests += request.probe is None
         # vLLM does not report its own hits. In reverse, so that a prefix is evicted from its end.
-        self._pool.touch(reversed(keys := request.row_keys()))
+        self.pool.touch(reversed(keys := request.row_keys()))
         self.finished.append(keys)
         self.tier_lookup.finished(request)
         if request.probe is not None:
@@ -294,7 +280,7 @@ class XavierManager(OffloadingManager):
     def wait_if_idle(self) -> bool:
         """Called in a step without tokens: see `IdleWait.nothing_runs`."""
         return not self.steps.computing and self.tier_lookup.idle_wait.nothing_runs(
-            self._requests.keys(), self._jobs.requests_loading, bool(self._jobs)
+            self.requests.keys(), self._jobs.requests_loading, bool(self._jobs)
         )
 
     def has_pending_work(self) -> bool:
@@ -304,7 +290,7 @@ class XavierManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         request = _of(req_context)
-        rows = self._pool.pin([request.row_key(key) for key in keys])
+        rows = self.pool.pin([request.row_key(key) for key in keys])
         # Every key was a HIT in this step, and nothing was evicted since. Loading anything else
         # would produce wrong tokens, which is worse than a dead engine.
         assert len(rows) == len(keys), "a chunk was lost between its lookup and its load"
@@ -344,7 +330,7 @@ class XavierManager(OffloadingManager):
 
     def _reserve(self, keys: Iterable[bytes], prefix: Sequence[bytes]) -> Reservation:
         """Reserve rows for `keys` without evicting the prefix that they belong to."""
-        reservation = self._pool.reserve(keys, prefix, self._is_redundant)
+        reservation = self.pool.reserve(keys, prefix, self._is_redundant)
         self._tier.on_evicted(reservation.evicted)
         return reservation
 
@@ -367,15 +353,15 @@ class XavierManager(OffloadingManager):
             self.probes.stored(request.probe, taken, request.ends())
         elif rows := self._jobs.end_store(request.req_id, keys, success):
             self._tier.on_stored(rows)
-        if self._pool.changes is not None:
+        if self.pool.changes is not None:
             row_keys = ((key, request.row_key(key)) for key in keys)
-            self._void.extend(key for key, row_key in row_keys if not self._pool.lookup(row_key))
+            self._void.extend(key for key, row_key in row_keys if not self.pool.lookup(row_key))
 
     # -- events for routers -------------------------------------------------------------------
 
     @property
     def has_events(self) -> bool:
-        return bool(self._pool.changes or self._void)
+        return bool(self.pool.changes or self._void)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """The chunks that lookups find, and those that they no longer find, since the last call.
@@ -384,7 +370,7 @@ class XavierManager(OffloadingManager):
         only then. Rows of an adapter count by vLLM's keys, except those that were fetched for no
         request: nobody here knows the adapter, and no router looks up their keys.
         """
-        came, went = self._pool.take_changes(self._coming.keys())
+        came, went = self.pool.take_changes(self._coming.keys())
         went += [self._void.popleft() for _ in range(len(self._void))]
         return [
             OffloadingEvent([*map(OffloadKey, keys)], Medium.CPU, removed)
@@ -401,7 +387,7 @@ class XavierManager(OffloadingManager):
         """
         self._jobs.reset()
         self.probes.reset()
-        self.tier_lookup.reset(self._requests.values())
+        self.tier_lookup.reset(self.requests.values())
 
     def on_prefix_cache_reset(self, done: bool) -> None:
         """vLLM tried to empty its own prefix cache, which it refuses while any block is in use."""
