@@ -151,19 +151,11 @@ class Adapters:
         adapter.replaces = former != version
         if look.too_late:
             adapter.changed = True
-            logger.warning(
-                "adapter's files answer too slowly; its rows are not shared: name=%s path=%s",
-                request.lora_name,
-                request.lora_path,
-            )
+            _warn("adapter's files answer too slowly", request)
         elif version:
             self._reading.submit(self._read, adapter, request)
         else:
-            logger.warning(
-                "adapter has no files here; its rows are not shared: name=%s path=%s",
-                request.lora_name,
-                request.lora_path,
-            )
+            _warn("adapter has no files here", request)
         return adapter
 
     # -- on the thread that reads ---------------------------------------------------------------
@@ -178,12 +170,13 @@ class Adapters:
             if _version(request.lora_path) == adapter.version:
                 adapter.content = digest.digest()
         except OSError:
-            logger.warning(
-                "cannot read adapter; its rows are not shared: name=%s path=%s",
-                request.lora_name,
-                request.lora_path,
-                exc_info=True,
-            )
+            _warn("cannot read adapter", request, exc_info=True)
+
+
+def _warn(reason: str, request: LoRARequest, *, exc_info: bool = False) -> None:
+    name, path = request.lora_name, request.lora_path
+    text = "%s; its rows are not shared: name=%s path=%s"
+    logger.warning(text, reason, name, path, exc_info=exc_info)
 
 
 def salted(key: bytes, digest: bytes) -> bytes:
