@@ -112,20 +112,16 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
     if not replica:
         return
 
-    async def report() -> None:
+    def report() -> None:
         known = isinstance(error, XavierError)
-        cause = str(error) if known else f"{type(error).__name__}: {error}"
-        await ask(
-            _REPORT_TIMEOUT, config.tracker_address, uid, "report_startup_error", replica, cause
-        )
-
-    def run() -> None:
         try:
-            asyncio.run(report())
+            cause = str(error) if known else f"{type(error).__name__}: {error}"
+            call = ("report_startup_error", replica, cause)
+            asyncio.run(ask(_REPORT_TIMEOUT, config.tracker_address, uid, *call))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 
     # On a thread of its own, because the caller's may run an event loop already.
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=report)
     thread.start()
     thread.join()
