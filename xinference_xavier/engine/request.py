@@ -246,13 +246,9 @@ class Fetches:
             found[fetch] = None
         return list(found)
 
-    def pending(self) -> Iterator[Fetch]:
-        """The fetches that have not ended."""
-        return (fetch for fetch in self if fetch.state is FetchState.PENDING)
-
     def by_source(self) -> Counter[str]:
         """The number of pending fetches per source."""
-        return Counter(fetch.source for fetch in self.pending())
+        return Counter(fetch.source for fetch in self if fetch.state is FetchState.PENDING)
 
     def add(self, fetch: Fetch, is_probe: bool = False) -> None:
         """Requests find the fetch, unless it is a probe."""
@@ -317,31 +313,25 @@ class Jobs:
 
     def end_store(self, req_id: str, keys: Iterable[bytes], success: bool) -> list[Row]:
         """Returns the rows that became READY."""
+        return [row for row in self._written(req_id, keys, success) if self._pool.commit(row)]
+
+    def take_store(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
+        """Like `end_store`, for rows that no lookup may find: they are quarantined until the caller
+        aborts them."""
+        rows = [*self._written(req_id, keys, True)]
+        self._pool.quarantine(*rows)
+        return rows
+
+    def _written(self, req_id: str, keys: Iterable[bytes], success: bool) -> Iterator[Row]:
+        """The rows that got their chunks' bytes. The others are free."""
         self.free_stale()
-        ready = []
         for key in keys:
             row = self._stores.pop((req_id, key))
             if not success or (req_id, key) in self._void:
                 self._void.discard((req_id, key))
                 self._pool.abort(row)
-            elif self._pool.commit(row):
-                ready.append(row)
-        return ready
-
-    def take_store(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
-        """Like `end_store`, for rows that no lookup may find: they are quarantined until the caller
-        aborts them."""
-        self.free_stale()
-        taken = []
-        for key in keys:
-            row = self._stores.pop((req_id, key))
-            self._pool.quarantine(row)
-            if (req_id, key) in self._void:
-                self._void.discard((req_id, key))
-                self._pool.abort(row)
             else:
-                taken.append(row)
-        return taken
+                yield row
 
     def begin_load(self, req_id: str, rows: list[Row]) -> None:
         """`rows` must be pinned."""
