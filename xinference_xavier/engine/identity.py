@@ -17,6 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def fingerprint_fields(
         for group in kv_cache_config.kv_cache_groups
     ]
     return {
-        **configuration_fields(vllm_config, contents),
+        **configuration_fields(vllm_config),
         **_model_files("", vllm_config.model_config, vllm_config.load_config),
         **_draft_files(vllm_config),
         "protocol": PROTOCOL_VERSION,  # so that two versions of ours never meet
@@ -382,28 +383,22 @@ _OWN_PATH = "_name_or_path"  # in a model's configuration
 _MAX_DEPTH = 4
 
 
-def configuration_fields(
-    config: VllmConfig, contents: Callable[[Path], object]
-) -> dict[str, object]:
+def configuration_fields(config: VllmConfig) -> dict[str, object]:
     """vLLM's configuration as JSON-able values by name, such as "model.max_model_len", without what
     is `IRRELEVANT`. A file or folder of this host counts by its `contents`."""
-    return {
-        re.sub(r"^(\w+?)_config\b", r"\1", name): value
-        for name, value in _fields(config, "", contents)
-    }
+    fields = _fields(config, "")
+    return {re.sub(r"^(\w+?)_config\b", r"\1", name): value for name, value in fields}
 
 
-def _fields(
-    part: object, prefix: str, contents: Callable[[Path], object]
-) -> Iterator[tuple[str, object]]:
+def _fields(part: object, prefix: str) -> Iterator[tuple[str, object]]:
     for name, value in _members(part):
         path = prefix + name
         if is_irrelevant(path):
             continue
         if _is_part(value):
-            yield from _fields(value, f"{path}.", contents)
+            yield from _fields(value, f"{path}.")
         else:
-            yield path, _plain(value, contents)
+            yield path, _plain(value)
 
 
 def is_irrelevant(path: str) -> bool:
@@ -420,12 +415,9 @@ def _members(part: Any) -> list[tuple[str, object]]:
     return [(field.name, getattr(part, field.name, None)) for field in dataclasses.fields(part)]
 
 
-def _plain(value: object, contents: Callable[[Path], object], depth: int = 0) -> object:
+def _plain(value: object, depth: int = 0) -> object:
     """JSON-able; equal for equal values, in every process."""
-
-    def plain(each: object) -> object:
-        return _plain(each, contents, depth + 1)
-
+    plain = partial(_plain, depth=depth + 1)
     match value:
         case None | bool() | int() | float():
             return value
