@@ -9,7 +9,7 @@ samples rows (`Sketcher`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from xinference_xavier.engine.identity import tensors_of
+from xinference_xavier.engine.worker import tensor_offsets
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import GROUP
@@ -47,9 +48,7 @@ def describe_pages(
     cache_dtype: str,
 ) -> dict[str, list[_Part]]:
     """JSON-able: the parts of each group by its number. `layers` are this worker's tensors."""
-    offsets = [0]
-    for tensor in pages.tensors:
-        offsets.append(offsets[-1] + tensor.page_size_bytes * blocks_per_chunk)
+    offsets = tensor_offsets(pages, blocks_per_chunk)
     described = {}
     for (number, group), refs in zip(groups.items(), pages.group_data_refs, strict=True):
         names = [name for name in group.layer_names if name in layers]
@@ -128,13 +127,8 @@ class Sketcher:
 def _places(part: _Part, cell: int, blocks_per_chunk: int) -> torch.Tensor:
     """The bytes in a row of each sample: shape (SAMPLES, bytes per number)."""
     width = getattr(torch, part.dtype).itemsize
-    starts = torch.tensor(list(_starts(part, cell, blocks_per_chunk, width)))
+    samples = torch.arange(SAMPLES)
+    blocks = blocks_per_chunk - 1 if part.only_last_block else samples % blocks_per_chunk
+    places = samples * _STEP % (part.size // width)
+    starts: torch.Tensor = cell + part.offset + blocks * part.stride + places * width
     return starts[:, None] + torch.arange(width)
-
-
-def _starts(part: _Part, cell: int, blocks_per_chunk: int, width: int) -> Iterator[int]:
-    numbers = part.size // width
-    for sample in range(SAMPLES):
-        block = blocks_per_chunk - 1 if part.only_last_block else sample % blocks_per_chunk
-        place = sample * _STEP % numbers
-        yield cell + part.offset + block * part.stride + place * width

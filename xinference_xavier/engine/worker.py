@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -243,23 +243,25 @@ class HostWorker(OffloadingWorker):
 def _lay_out(
     kv_caches: CanonicalKVCaches, blocks_per_chunk: int, cell_offset: int
 ) -> list[list[_Page]]:
-    """The pages of each KV-cache group. A cell holds tensor after tensor, each block by block."""
-    offsets = []
-    offset = cell_offset
-    for tensor in kv_caches.tensors:
-        offsets.append(offset)
-        offset += tensor.page_size_bytes * blocks_per_chunk
+    """The pages of each KV-cache group."""
+    offsets = tensor_offsets(kv_caches, blocks_per_chunk)
     groups = []
     for refs in kv_caches.group_data_refs:
         pages = []
         for ref in refs:
             tensor = kv_caches.tensors[ref.tensor_idx]
             cache = tensor.tensor.view(-1, tensor.page_size_bytes).numpy()
-            pages.append(
-                _Page(cache, ref.page_size_bytes, offsets[ref.tensor_idx], tensor.page_size_bytes)
-            )
+            offset = cell_offset + offsets[ref.tensor_idx]
+            pages.append(_Page(cache, ref.page_size_bytes, offset, tensor.page_size_bytes))
         groups.append(pages)
     return groups
+
+
+def tensor_offsets(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> list[int]:
+    """The byte in a cell at which each tensor begins. They follow each other, each block by
+    block."""
+    sizes = (tensor.page_size_bytes * blocks_per_chunk for tensor in kv_caches.tensors)
+    return [*accumulate(sizes, initial=0)]
 
 
 # -- CUDA and XPU ---------------------------------------------------------------------------------
