@@ -26,9 +26,10 @@ from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Step
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import Claim, Fetch, FetchState, Tier
+from xinference_xavier.pool.tier import Claim, Fetch, FetchState
 from xinference_xavier.protocol.load import Serving
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.replica.peer_tier import PeerTier
 
 CHUNK = 128
 """Tokens per chunk."""
@@ -61,14 +62,12 @@ class Clock:
         return self.now
 
 
-class ScriptedTier(Tier):
+class ScriptedTier(PeerTier):
     """Records what it is asked for. The test ends its fetches, in the ways in which a `Fetcher`
     does."""
 
     def __init__(self, pool: Pool, name: str) -> None:
-        self.pool = pool
-        self.mirror = Mirror(name)
-        self.holders = self.mirror.usable_set
+        super().__init__(pool, Mirror(name))
         self.is_ready = True
         self.listening = True
         self.forget()
@@ -82,24 +81,8 @@ class ScriptedTier(Tier):
         self.released: list[Claim] = []
 
     @property
-    def ready(self) -> bool:
+    def reaches_peers(self) -> bool:
         return self.is_ready
-
-    def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        return self.mirror.usable_run(keys, among)
-
-    @property
-    def peer_disks(self) -> int:
-        return self.mirror.sets.disks
-
-    def sources(self, holders: int) -> list[str]:
-        return self.mirror.sets.names(holders)
-
-    def set_of(self, sources: Iterable[str]) -> int:
-        return self.mirror.sets.set_of(sources)
-
-    def can_load_from(self, source: str) -> bool:
-        return self.is_ready and self.mirror.is_usable(source)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         self.stored_rows += rows
@@ -115,9 +98,7 @@ class ScriptedTier(Tier):
         trace_headers: Mapping[str, str] | None = None,
     ) -> Fetch | None:
         if not self.listening:
-            for row in rows:
-                self.pool.abort(row)
-            return None
+            return super().submit_load(source, rows, deadline, trace_headers)
         fetch = Fetch(source, rows, deadline, trace_headers)
         self.fetches.append(fetch)
         return fetch
@@ -133,9 +114,6 @@ class ScriptedTier(Tier):
 
     def reset(self) -> None:
         self.pool.reset()
-
-    def close(self) -> None:
-        self.listening = False
 
     # -- what peers do ------------------------------------------------------------------------
 
