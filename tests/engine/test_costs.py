@@ -2,7 +2,6 @@
 tried again after a while."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -32,11 +31,6 @@ def fit_of(*points: tuple[float, float]) -> LinearFit:
 class TestLinearFit:
     """A line through points, where newer ones count more."""
 
-    def test_points_on_a_line_give_that_line(self) -> None:
-        fit = fit_of(*((x, 2.0 + 3.0 * x) for x in (1, 5, 2, 9, 4)))
-        assert fit.slope == pytest.approx(3.0)
-        assert fit.y == pytest.approx(2.0 + 3.0 * fit.x)
-
     def test_points_with_one_x_have_no_slope(self) -> None:
         assert fit_of().slope is None
         assert fit_of((10, 1.0)).slope is None
@@ -54,12 +48,11 @@ class TestLinearFit:
         new = [(x, 2.0 * x) for x in (1, 9)] * 20
         assert fit_of(*old, *new).slope == pytest.approx(2.0, rel=0.05)
 
-    def test_a_prediction_follows_the_line(self) -> None:
-        source = random.Random(0)
-        sizes = [source.randrange(1, 100) for _ in range(30)]
-        fit = fit_of(*((rows, 0.02 + 0.003 * rows) for rows in sizes))
-        assert fit.predict(200) == pytest.approx(0.62, rel=0.02)
-        assert fit.largest(0.62) == pytest.approx(200, rel=0.02)
+    def test_points_on_a_line_give_that_line(self) -> None:
+        fit = fit_of(*((x, 0.02 + 0.003 * x) for x in (1, 5, 2, 9, 4)))
+        assert fit.slope == pytest.approx(0.003)
+        assert fit.predict(200) == pytest.approx(0.62)
+        assert fit.largest(0.62) == pytest.approx(200)
 
     def test_a_prediction_from_points_with_one_x_is_optimistic(self) -> None:
         """Otherwise one short fetch, mostly overhead, would prevent long ones and their
@@ -136,23 +129,6 @@ class TestPrefillRate:
         assert rate.line() == (pytest.approx(1.5e-3), 0.0)
         assert rate.seconds(0, 1000) == rate.seconds(7000, 8000) == pytest.approx(1.5)
 
-    @pytest.mark.parametrize(
-        ("steps", "first"),
-        [
-            ([(100.0, 0.1), (5000.0, 9.0), (9000.0, 30.0)], 0),
-            ([(9000.0, 1.0), (100.0, 9.0)], 100_000),
-        ],
-    )
-    def test_predictions_are_positive(
-        self, rate: PrefillRate, steps: list[tuple[float, float]], first: int
-    ) -> None:
-        """Noise can produce any line."""
-        for depth, seconds in steps:
-            rate.add(1000, seconds, depth)
-        predicted = rate.seconds(first, first + 100)
-        assert predicted is not None
-        assert predicted > 0
-
     def test_the_line_begins_at_no_time_at_the_least(self, rate: PrefillRate) -> None:
         """Routers refuse the smallest negative number, which rounding produces here."""
         for depth, seconds in ((17200.0, 13.5), (9700.0, 2.0)):
@@ -182,7 +158,7 @@ NEVER = 1 << 30
 
 
 class Peer:
-    """Fetches from the peer `a`; one begins every second."""
+    """Fetches, mostly from the peer `a`; one begins every second."""
 
     def __init__(self) -> None:
         self.cost_model = CostModel(row_bytes=ROW_BYTES)
@@ -193,11 +169,12 @@ class Peer:
         rows: int,
         seconds: float,
         *,
+        source: str = "a",
         arrived: int | None = None,
         transport: str = "gloo",
         reason: str | None = None,
     ) -> None:
-        fetch = Fetch("a", [Row(b"", 0)] * rows, deadline=0.0)
+        fetch = Fetch(source, [Row(b"", 0)] * rows, deadline=0.0)
         self.now += 1.0
         self.cost_model.begun(fetch, rows * CHUNK_SECONDS, self.now)
         fetch.committed = fetch.rows[: rows if arrived is None else arrived]
@@ -354,10 +331,7 @@ def test_a_peer_that_stays_slow_is_tried_less_and_less(peer: Peer) -> None:
 
 
 def test_a_disk_whose_first_reading_is_slow_is_tried_as_soon_as_a_peer(peer: Peer) -> None:
-    fetch = Fetch(DISK, [Row(b"", 0)] * 10, deadline=0.0)
-    peer.cost_model.begun(fetch, 10 * CHUNK_SECONDS, peer.now)
-    fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 11.0, DISK
-    peer.cost_model.ended(fetch, peer.now)
+    peer.fetch(10, 11.0, source=DISK, transport=DISK)
     assert peer.cost_model.measured(peer.now + RETRY_AFTER) == [DISK]
     assert peer.cost_model.measured(peer.now + RETRY_AFTER + 1) == []
 
