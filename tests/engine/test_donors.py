@@ -96,19 +96,10 @@ def test_a_slow_disk_is_tried_once() -> None:
     assert len(vllm.tier.fetches) == 1
 
 
-def test_a_slow_disk_that_has_more_does_not_hide_a_peer() -> None:
+@pytest.mark.parametrize("overhead", [0.0, 100.0], ids=["slow", "nothing in time"])
+def test_a_slow_disk_that_has_more_does_not_hide_a_peer(overhead: float) -> None:
     vllm = Engine()
-    vllm.learn(0.0, 1.0, ["disk"])
-    vllm.learn(0.0, 0.001)
-    request = vllm.ask(40, disk=40, a=30)
-    assert vllm.attempt(request) is None
-    fetch = vllm.tier.fetches[-1]
-    assert (fetch.source, len(fetch.rows)) == ("a", 30)
-
-
-def test_a_disk_that_has_more_but_nothing_in_time_does_not_hide_a_peer() -> None:
-    vllm = Engine()
-    vllm.learn(100.0, 1.0, ["disk"])
+    vllm.learn(overhead, 1.0, ["disk"])
     vllm.learn(0.0, 0.001)
     assert vllm.attempt(vllm.ask(40, disk=40, a=39)) is None
     fetch = vllm.tier.fetches[-1]
