@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
@@ -19,15 +17,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, make_offload_key
 
 from tests.engine.scheduling import CHUNK, chunks
-from tests.engine.vllm_scheduler import (
-    BLOCK_TOKENS,
-    engine_config,
-    hasher_of,
-    request_of,
-    slide_one_layer,
-)
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, engine_config, hasher_of, request_of
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine.keys import (
+    Group,
+    Layout,
     PromptChunker,
     chunk_tokens_for,
     stores_whole_chunks,
@@ -155,21 +149,18 @@ def vllm_config(model_folder: Path) -> VllmConfig:
 
 
 @pytest.fixture
-def chunker(vllm_config: VllmConfig, cache_config: KVCacheConfig) -> PromptChunker:
-    return chunker_of(vllm_config, cache_config)
+def chunker(vllm_config: VllmConfig) -> PromptChunker:
+    return chunker_of(vllm_config)
 
 
-def chunker_of(config: VllmConfig, caches: KVCacheConfig) -> PromptChunker:
-    return PromptChunker(config, build_offloading_config(config, caches), CHUNK)
+def chunker_of(config: VllmConfig, groups: int = 1) -> PromptChunker:
+    layout = Layout(CHUNK, {number.to_bytes(4): Group(CHUNK) for number in range(groups)})
+    return PromptChunker(config, layout, BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize("sliding", [False, True], ids=["one group", "two groups"])
-def test_keys_are_those_of_a_request(
-    vllm_config: VllmConfig, cache_config: KVCacheConfig, sliding: bool
-) -> None:
-    if sliding:
-        slide_one_layer(cache_config, 256)
-    chunker = chunker_of(vllm_config, cache_config)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_keys_are_those_of_a_request(vllm_config: VllmConfig, groups: int) -> None:
+    chunker = chunker_of(vllm_config, groups)
     tokens = chunker._loaded_tokenizer().encode(PROMPT["prompt"])
     request = request_of("r", tokens, 1, hasher_of(vllm_config, BLOCK_TOKENS))
     per_chunk = CHUNK // BLOCK_TOKENS
@@ -177,9 +168,8 @@ def test_keys_are_those_of_a_request(
     chunked = chunker(PROMPT)
     assert (chunked.prompt_tokens, chunked.chunk_tokens) == (len(tokens), CHUNK)
     assert len(chunked.chunks) == len(tokens) // CHUNK >= 2
-    groups = range(1 + sliding)
     assert chunked.chunks == [
-        tuple(make_offload_key(last, group) for group in groups) for last in last_hashes
+        tuple(make_offload_key(last, group) for group in range(groups)) for last in last_hashes
     ]
 
 
@@ -211,8 +201,6 @@ def test_a_template_that_fails_is_an_error(
         chunker({"messages": [{"role": "user", "content": "?"}]})
 
 
-def test_a_model_without_a_tokenizer_is_an_error(
-    model_folder: Path, cache_config: KVCacheConfig
-) -> None:
+def test_a_model_without_a_tokenizer_is_an_error(model_folder: Path) -> None:
     with pytest.raises(ExplainError, match="launched without a tokenizer"):
-        chunker_of(engine_config(model_folder), cache_config)(PROMPT)
+        chunker_of(engine_config(model_folder))(PROMPT)

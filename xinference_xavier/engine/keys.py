@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, make_offload_key
-from vllm.v1.kv_offload.config import OffloadingConfig
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError, ExplainError
@@ -158,20 +157,16 @@ def stores_whole_chunks(
 
 
 class PromptChunker:
-    """`offloading` is vLLM's view of the engine. A chunk has `chunk_tokens` tokens."""
+    """vLLM hashes `tokens_per_hash` tokens at a time."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, offloading: OffloadingConfig, chunk_tokens: int
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, layout: Layout, tokens_per_hash: int) -> None:
         self._vllm_config = vllm_config
-        self._chunk_tokens = chunk_tokens
-        self._tokens_per_hash = offloading.cache.tokens_per_hash
-        groups = offloading.groups
-        blocks_per_chunk = chunk_tokens // max(group.tokens_per_block for group in groups)
+        self._chunk_tokens = layout.chunk_tokens
+        self._tokens_per_hash = tokens_per_hash
         # Hashes of a chunk, by the group's number: a group's own chunks may be smaller.
         self._groups = {
-            group.group_id: group.tokens_per_block * blocks_per_chunk // self._tokens_per_hash
-            for group in groups
+            int.from_bytes(number): group.chunk_tokens // tokens_per_hash
+            for number, group in layout.groups.items()
         }
         self._tokenizer: Any = None
 

@@ -236,7 +236,7 @@ class XavierSpec(OffloadingSpec):
                 on_shutdown=lambda: replica.stop(),
             )
             engine = Engine(
-                PromptChunker(vllm_config, self.config, self._chunk_tokens),
+                PromptChunker(vllm_config, layout, self.config.cache.tokens_per_hash),
                 sketch=sketcher.sketch,
                 stats=manager.stats,
                 load=manager.workload.load,
