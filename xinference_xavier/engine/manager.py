@@ -38,7 +38,7 @@ from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.keys import Layout
-from xinference_xavier.engine.metrics import FirstTokenTimes, HitReporter
+from xinference_xavier.engine.metrics import FirstTokenTimes, stats_of
 from xinference_xavier.engine.probes import CanAudit, Probes
 from xinference_xavier.engine.request import Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
@@ -107,7 +107,7 @@ class XavierManager(OffloadingManager):
         """Chunks that were to be stored and are not there. vLLM keeps their tokens, if it reports
         such, until it is told that they are gone."""
         self._hits = Hits()
-        self._hit_reporter = HitReporter(self._hits)
+        self._unreported = Hits()  # of them, to vLLM
         self.first_tokens = FirstTokenTimes()
         self.settled = True  # the next step has nothing to do, unless vLLM asks for something
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
@@ -261,6 +261,7 @@ class XavierManager(OffloadingManager):
         computed = max(0, prompt - request.prefix_tokens - loaded)
         hits = Hits(request.prefix_tokens, loaded - disk - remote, disk, remote, computed)
         add(self._hits, hits)
+        add(self._unreported, hits)
         request.source = hits.main
 
     @guarded(nothing)
@@ -401,7 +402,11 @@ class XavierManager(OffloadingManager):
 
     @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._hit_reporter.delta()
+        """The increase since the last call; None after most steps, which increase nothing."""
+        if not self._unreported.total:
+            return None
+        hits, self._unreported = self._unreported, Hits()
+        return stats_of(hits)
 
     def shutdown(self) -> None:
         self._on_shutdown()

@@ -38,25 +38,13 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     }
 
 
-class HitReporter:
-    """Turns totals into the deltas that vLLM's stats carry."""
-
-    def __init__(self, hits: Hits) -> None:
-        self._hits = hits
-        self._reported = Hits()
-
-    def delta(self) -> OffloadingConnectorStats | None:
-        """The increase since the last call; None after most steps, which increase nothing."""
-        if self._hits == self._reported:
-            return None
-        stats = OffloadingConnectorStats()
-        for source in HIT_SOURCES:
-            total = getattr(self._hits, source)
-            grown = total - getattr(self._reported, source)
-            if grown:
-                stats.increase_counter(f"{_PREFIX}{source}_tokens", grown)
-                setattr(self._reported, source, total)
-        return stats
+def stats_of(hits: Hits) -> OffloadingConnectorStats:
+    """What vLLM adds to its counters."""
+    stats = OffloadingConnectorStats()
+    for source in HIT_SOURCES:
+        if tokens := getattr(hits, source):
+            stats.increase_counter(f"{_PREFIX}{source}_tokens", tokens)
+    return stats
 
 
 class FirstTokenTimes:
