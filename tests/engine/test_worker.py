@@ -255,13 +255,6 @@ def region(two_groups: CanonicalKVCaches) -> Region:
     return Region.create(ROWS, -(-cells // ROW_ALIGNMENT) * ROW_ALIGNMENT)
 
 
-def views(region: Region, rank: int, two_groups: CanonicalKVCaches) -> list[bytes]:
-    """The row as a device worker of this rank sees it, tensor by tensor."""
-    device = DeviceRegion(region, rank, [cell_bytes(two_groups, BLOCKS_PER_CHUNK)] * WORKERS)
-    sizes = [tensor.page_size_bytes * BLOCKS_PER_CHUNK for tensor in two_groups.tensors]
-    return [device.create_next_worker_view(size)[SLOT].numpy().tobytes() for size in sizes]
-
-
 @pytest.mark.parametrize("rank", range(WORKERS))
 def test_a_row_written_by_the_cpu_worker_is_read_through_the_view(
     rank: int, region: Region, two_groups: CanonicalKVCaches
@@ -273,7 +266,10 @@ def test_a_row_written_by_the_cpu_worker_is_read_through_the_view(
     working.shutdown()
     (a7, b7), (a3, b3) = pages_of(two_groups, 0, 7), pages_of(two_groups, 0, 3)
     (c1,), (c8,) = pages_of(two_groups, 1, 1), pages_of(two_groups, 1, 8)
-    assert views(region, rank, two_groups) == [a7 + a3, b7 + b3, c1 + c8]
+    device = DeviceRegion(region, rank, [cell] * WORKERS)
+    sizes = [tensor.page_size_bytes * BLOCKS_PER_CHUNK for tensor in two_groups.tensors]
+    views = [device.create_next_worker_view(size)[SLOT].numpy().tobytes() for size in sizes]
+    assert views == [a7 + a3, b7 + b3, c1 + c8]
 
 
 @pytest.mark.parametrize("rank", range(WORKERS))
