@@ -8,6 +8,7 @@ and how a fetch ends.
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 from vllm.v1.kv_offload.base import (
@@ -251,17 +252,18 @@ class Scheduling:
     def end_step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext([], []))
 
-    def scan(self, request: Request, own_prefix: int = 0) -> int | None:
+    def scan(self, request: Request, own_prefix: int = 0, **asked: Any) -> int | None:
         """One scheduling attempt with full attention: the number of hits after `own_prefix` chunks.
 
-        None defers the request. The caller ends the step with `end_step`.
+        None defers the request. `asked` is for `begin_lookups`. The caller ends the step with
+        `end_step`.
         """
-        self.manager.begin_lookups(request.req_id, own_prefix * CHUNK)
+        self.manager.begin_lookups(request.req_id, own_prefix * CHUNK, **asked)
         return prefix_scan(self.manager.lookup, request.keys[own_prefix:], request.context)
 
-    def attempt(self, request: Request, own_prefix: int = 0) -> int | None:
+    def attempt(self, request: Request, own_prefix: int = 0, **asked: Any) -> int | None:
         """`scan`, in a step of its own."""
-        hits = self.scan(request, own_prefix)
+        hits = self.scan(request, own_prefix, **asked)
         self.end_step()
         return hits
 

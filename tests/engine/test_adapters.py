@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.engine.scheduling import CHUNK, Scheduling, chunks, prefix_scan
+from tests.engine.scheduling import Scheduling, chunks
 from xinference_xavier.engine.adapters import Adapter, Adapters, Look, salted
 
 
@@ -168,24 +168,14 @@ class TestPreloaded:
 class TestSlowFiles:
     """The scheduler thread never waits for a file system."""
 
-    @staticmethod
-    def look(vllm: Scheduling, req_id: str, lora: LoRARequest) -> int | None:
-        if req_id not in vllm.manager.requests:
-            vllm.arrive(req_id, chunks("prompt", 4))
-        context = vllm.manager.requests[req_id].context
-        vllm.manager.begin_lookups(req_id, 0, lora_request=lora)
-        hits = prefix_scan(vllm.manager.lookup, chunks("prompt", 4), context)
-        vllm.end_step()
-        return hits
-
     def test_a_request_waits_until_they_are_looked_at(
         self, vllm: Scheduling, tmp_path: Path
     ) -> None:
-        lora = request(adapter(tmp_path / "a"))
+        lora, asked = request(adapter(tmp_path / "a")), vllm.ask(4)
         with hanging(vllm.manager.adapters):
-            assert self.look(vllm, "r", lora) is None
+            assert vllm.attempt(asked, lora_request=lora) is None
         settle(vllm.manager.adapters)
-        assert self.look(vllm, "r", lora) == 0
+        assert vllm.attempt(asked, lora_request=lora) == 0
         found = vllm.manager.requests["r"].adapter
         assert found is not None
         assert found.digest == digest(tmp_path / "a")
@@ -194,14 +184,14 @@ class TestSlowFiles:
         self, vllm: Scheduling, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """vLLM loads the adapter meanwhile, so nobody can tell what it has loaded."""
-        lora = request(adapter(tmp_path / "a"))
+        lora, asked = request(adapter(tmp_path / "a")), vllm.ask(4)
         with hanging(vllm.manager.adapters):
-            assert self.look(vllm, "r", lora) is None
+            assert vllm.attempt(asked, lora_request=lora) is None
             vllm.clock.now += 1.0
-            assert self.look(vllm, "r", lora) == 0
-            assert self.look(vllm, "the next one does not wait", lora) == 0
+            assert vllm.attempt(asked, lora_request=lora) == 0
+            assert vllm.attempt(vllm.ask(4, "the next does not wait"), lora_request=lora) == 0
         settle(vllm.manager.adapters)
-        assert self.look(vllm, "later", lora) in (None, 0)
+        assert vllm.attempt(vllm.ask(4, "later"), lora_request=lora) in (None, 0)
         settle(vllm.manager.adapters)
         assert [each.shares for each in vllm.manager.requests.values()] == [False] * 3
         assert "adapter's files answer too slowly" in caplog.text
@@ -220,18 +210,15 @@ class TestRequests:
     def run(
         vllm: Scheduling, req_id: str, lora: LoRARequest | None, own_prefix: int = 0
     ) -> int | None:
-        """The hits of a request for one prompt, which then stores all of it. vLLM's own cache has
-        `own_prefix` tokens of it, and hits there and in the pool overlap."""
-        keys = chunks("prompt", 4)
-        request = vllm.arrive(req_id, keys)
-        vllm.manager.begin_lookups(req_id, own_prefix, lora_request=lora)
-        hits = prefix_scan(vllm.manager.lookup, keys, request.context)
-        vllm.end_step()
-        vllm.schedule(request, hits or 0)
+        """The hits of a request for four chunks, which then stores all of them. vLLM's own cache
+        has the first `own_prefix`."""
+        request = vllm.ask(4, req_id)
+        hits = vllm.attempt(request, own_prefix, lora_request=lora)
+        vllm.schedule(request, hits or 0, own_prefix)
         if hits:
-            vllm.loaded(request, hits)
+            vllm.loaded(request, hits, own_prefix)
         vllm.finish(request)
-        vllm.stored(request, vllm.begin_store(request, keys))
+        vllm.stored(request, vllm.begin_store(request, request.keys))
         return hits
 
     def test_each_finds_only_its_own_rows(self, vllm: Scheduling, tmp_path: Path) -> None:
@@ -259,8 +246,7 @@ class TestRequests:
         vllm.tier.forget()
         keys = chunks("prompt", 4)
         asking = vllm.arrive("second", [*keys, *chunks("answer", 1)])
-        vllm.manager.begin_lookups("second", 0, lora_request=lora)
-        assert prefix_scan(vllm.manager.lookup, keys, asking.context) == 4
+        assert vllm.scan(asking, lora_request=lora) == 4
         adapter(tmp_path / "a", "other weights")
         vllm.manager.adapters.look(lora)
         assert len(vllm.schedule(asking, 4)) == 4
@@ -274,7 +260,7 @@ class TestRequests:
             request_ = vllm.arrive(str(number), keys)
             folder = adapter(tmp_path / str(number), str(number))
             lora = request(folder, number)
-            vllm.manager.begin_lookups(str(number), 0, lora_request=lora)
+            vllm.scan(request_, lora_request=lora)
             stores.append((request_, vllm.begin_store(request_, keys)))
         for request_, stored in stores:
             assert stored == keys
@@ -296,23 +282,23 @@ class TestRequests:
         self.run(vllm, "old", request(adapter(tmp_path / "a", "old")))
         vllm.tier.forget()
         new = request(adapter(tmp_path / "a", "new"), load_inplace=True)
-        self.run(vllm, "hit", new, own_prefix=CHUNK)
+        self.run(vllm, "hit", new, own_prefix=1)
         assert vllm.tier.stored_rows == []
         assert self.run(vllm, "all its own", new) == 0
         assert len(vllm.tier.stored_rows) == 4
-        assert self.run(vllm, "loads", new, own_prefix=CHUNK) == 4
+        assert self.run(vllm, "loads", new, own_prefix=1) == 3
 
     def test_once_vllm_has_emptied_its_own_cache_all_is_stored(
         self, vllm: Scheduling, tmp_path: Path
     ) -> None:
         self.run(vllm, "old", request(adapter(tmp_path / "a", "old")))
         new = request(adapter(tmp_path / "a", "new"), load_inplace=True)
-        self.run(vllm, "first", new, own_prefix=CHUNK)
+        self.run(vllm, "first", new, own_prefix=1)
         vllm.manager.on_prefix_cache_reset(True)
         vllm.manager.reset_cache()
         settle(vllm.manager.adapters)
         vllm.tier.forget()
-        self.run(vllm, "after", new, own_prefix=CHUNK)
+        self.run(vllm, "after", new, own_prefix=1)
         assert len(vllm.tier.stored_rows) == 4
 
     def test_a_part_of_a_block_may_be_the_old_adapters_too(

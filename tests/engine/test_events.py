@@ -126,10 +126,11 @@ class TestManager:
         flush(vllm.pool)
         assert Events(vllm).removed == {*chunks("prompt", 4)}
 
+        fetching = vllm.ask(4, "fetches")
         vllm.tier.peers_hold(a=held)
-        assert test_adapters.TestSlowFiles.look(vllm, "fetches", lora) is None
+        assert vllm.attempt(fetching, lora_request=lora) is None
         vllm.tier.end(vllm.tier.fetches[0])
-        assert test_adapters.TestSlowFiles.look(vllm, "fetches", lora) == 4
+        assert vllm.attempt(fetching, lora_request=lora) == 4
         assert Events(vllm).stored == {*chunks("prompt", 4)}
 
 

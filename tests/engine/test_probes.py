@@ -373,9 +373,7 @@ class TestRequest:
         probe = scene.next()
         request = vllm.ask(1, "probe", a=1)
         keys = request.keys
-        vllm.manager.begin_lookups("probe", 0, salt=probe.salt)
-        assert vllm.manager.lookup(keys[0], request.context).name == "MISS"
-        vllm.end_step()
+        assert vllm.attempt(request, salt=probe.salt) == 0
         vllm.schedule(request, 0)
         vllm.stored(request, vllm.begin_store(request, keys))
         vllm.finish(request)
@@ -393,8 +391,7 @@ class TestRequest:
         vllm = probing(scene)
         scene.compute(scene.next())
         request = vllm.ask(3, "probe")
-        vllm.manager.begin_lookups("probe", 0, salt=scene.running().salt)
-        vllm.end_step()
+        vllm.attempt(request, salt=scene.running().salt)
         assert vllm.begin_store(request, request.keys) == request.keys[-1:]
 
     @pytest.mark.parametrize("salt", ["xavier-probe-canary", f"xavier-probe-{CHUNK}"])
@@ -403,8 +400,7 @@ class TestRequest:
         vllm = probing(scene)
         scene.next()
         request = vllm.ask(1)
-        vllm.manager.begin_lookups("r", 0, salt=salt)
-        vllm.end_step()
+        vllm.attempt(request, salt=salt)
         vllm.stored(request, vllm.begin_store(request, request.keys))
         vllm.finish(request)
         assert vllm.pool.lookup(request.keys[0]) is not None

@@ -12,7 +12,6 @@ from tests.engine.scheduling import (
     Scheduling,
     assert_nothing_left,
     chunks,
-    prefix_scan,
     waiting,
 )
 from xinference_xavier.pool.pool import Row
@@ -25,9 +24,7 @@ def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
 
 def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Scheduling) -> None:
     request, headers = vllm.ask(6, a=6), {"traceparent": "00-1-2-01"}
-    vllm.manager.begin_lookups(request.req_id, 0, headers)
-    prefix_scan(vllm.manager.lookup, request.keys, request.context)
-    vllm.end_step()
+    vllm.attempt(request, trace_headers=headers)
     (fetch,) = vllm.tier.fetches
     assert fetch.trace_headers == headers
 
