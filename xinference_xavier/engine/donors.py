@@ -9,12 +9,12 @@ A set of peers is an integer: see `Tier.holders`.
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.keys import Group
-from xinference_xavier.engine.request import Request
+from xinference_xavier.engine.request import Fetches, Request
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Tier
 
@@ -55,7 +55,6 @@ _NOTHING = _Reach(0, 0, [], [], 0)
 
 _Groups = list[tuple[Group, list[bytes]]]
 """A request's groups with their keys."""
-_IsComing = Callable[[bytes], object]
 
 
 class DonorSelection:
@@ -63,6 +62,7 @@ class DonorSelection:
         self,
         pool: Pool,
         tier: Tier,
+        fetches: Fetches,
         prefill_rate: PrefillRate,
         cost_model: CostModel,
         *,
@@ -76,32 +76,27 @@ class DonorSelection:
         self.min_tokens = min_fetch_tokens
         self._pool = pool
         self._tier = tier
+        self._fetches = fetches
         self._cost_model = cost_model
 
     def plan(
-        self,
-        request: Request,
-        deadline: float,
-        busy: Mapping[str, int],
-        is_coming: _IsComing,
-        now: float,
-        without: int = 0,
+        self, request: Request, deadline: float, now: float, without: int = 0
     ) -> FetchPlan | None:
         """Choose donors and keys for the longest hit that can be complete by `deadline`.
 
-        `busy` counts the pending fetches by donor, and `is_coming` tells which chunks they bring.
         If the missing chunks are nowhere, or not worth a fetch: a probe, or None. `without` is the
         set of sources that are too slow.
         """
+        busy = self._fetches.by_source()
         groups = self._sorted_groups(request)
         eligible = ~(self._tier.set_of([*self._cost_model.left_out(), *request.failed]) | without)
-        reach = self._reach(request, groups, eligible, is_coming) or _NOTHING
+        reach = self._reach(request, groups, eligible)
         donors = self._ranked(reach.holders, len(reach.keys), busy, now)
         if self.adaptive and donors:
             in_time = self._cost_model.rate(donors[0], now).largest(deadline - now)
             while len(reach.keys) > in_time:
                 limit = reach.ends[int(in_time)] - 1
-                reach = self._reach(request, groups, eligible, is_coming, limit) or _NOTHING
+                reach = self._reach(request, groups, eligible, limit)
         start, end, _, keys, _ = reach
         is_long = bool(keys) and end - start >= self.min_tokens
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
@@ -109,7 +104,7 @@ class DonorSelection:
             fast = fast[: self._count_donors(fast, len(keys), busy)]
             return FetchPlan(fast, keys, self.prefill_seconds(start, end))
         if self._tier.set_of(donors) & self._tier.disks:  # peers may have less, but faster
-            return self.plan(request, deadline, busy, is_coming, now, without=self._tier.disks)
+            return self.plan(request, deadline, now, without=self._tier.disks)
         if is_long:
             self._cost_model.decisions.computed += not request.counted.computes
             request.counted.computes = True
@@ -188,34 +183,30 @@ class DonorSelection:
         return sorted(pairs, key=lambda pair: pair[0].window is not None)
 
     def _reach(
-        self,
-        request: Request,
-        groups: _Groups,
-        eligible: int,
-        is_coming: _IsComing,
-        limit: float = math.inf,
-    ) -> _Reach | None:
-        """The longest hit up to `limit` tokens from one of the `eligible` donors; None if nothing
-        is missing, or too much."""
+        self, request: Request, groups: _Groups, eligible: int, limit: float = math.inf
+    ) -> _Reach:
+        """The longest hit up to `limit` tokens from one of the `eligible` donors; `_NOTHING` if
+        nothing is missing, or too much."""
         step = math.lcm(*(group.chunk_tokens for group, _ in groups))
         begin, end = request.prefix_tokens, int(min(limit, _end(groups)))
         windows = [pair for pair in groups if pair[0].window is not None]
         for _ in range(_MAX_ATTEMPTS):
             end = end // step * step
-            while (gap := self._gap(windows, is_coming, begin, end)) is not None:
+            while (gap := self._gap(windows, begin, end)) is not None:
                 end = gap // step * step
-            walk = _Walk(self._pool, self._tier, is_coming, eligible)
+            walk = _Walk(self._pool, self._tier, self._fetches, eligible)
             reached = end
             for group, keys in groups:
                 reached = walk.to_gap(group, keys, begin, reached)
             if reached == end or not windows:
                 return walk.reach(begin, reached // step * step)
             end = reached
-        return None
+        return _NOTHING
 
-    def _gap(self, windows: _Groups, is_coming: _IsComing, begin: int, end: int) -> int | None:
+    def _gap(self, windows: _Groups, begin: int, end: int) -> int | None:
         """The first token of a chunk that a hit up to `end` needs and no replica has; None if there
         is none. Recurrent states are stored for few chunks, so such gaps are common."""
+        is_coming = self._fetches.bringing
         for group, keys in windows:
             for place in _needed(group, begin, end):
                 key = keys[place]
@@ -227,10 +218,10 @@ class DonorSelection:
 class _Walk:
     """Collects the chunks that a hit misses, and who has all of them."""
 
-    def __init__(self, pool: Pool, tier: Tier, is_coming: _IsComing, eligible: int) -> None:
+    def __init__(self, pool: Pool, tier: Tier, fetches: Fetches, eligible: int) -> None:
         self._pool = pool
         self._tier = tier
-        self._is_coming = is_coming
+        self._is_coming = fetches.bringing
         self._holders = eligible  # negative until a chunk is asked for
         self._missing: list[tuple[Group, list[bytes], Sequence[int]]] = []  # places of the keys
 
@@ -262,8 +253,8 @@ class _Walk:
         self._missing.append((group, keys, missing))
         return end
 
-    def reach(self, begin: int, end: int) -> _Reach | None:
-        """The hit up to `end`; None if nothing is missing."""
+    def reach(self, begin: int, end: int) -> _Reach:
+        """The hit up to `end`; `_NOTHING` if nothing is missing."""
         start, ends, missing = end, list[int](), list[bytes]()
         for group, keys, places in self._missing:
             size = group.chunk_tokens
@@ -276,7 +267,7 @@ class _Walk:
             ends += [(place + 1) * size for place in within]
             missing += [keys[place] for place in within]
         if not missing:
-            return None
+            return _NOTHING
         if len(self._missing) > 1 or ends[0] > ends[-1]:
             ordered = sorted(zip(ends, missing, strict=True))
             ends, missing = [each for each, _ in ordered], [key for _, key in ordered]

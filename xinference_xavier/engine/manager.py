@@ -40,7 +40,7 @@ from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.metrics import FirstTokenTimes, stats_of
 from xinference_xavier.engine.probes import CanAudit, Probes
-from xinference_xavier.engine.request import Jobs, Phase, Request
+from xinference_xavier.engine.request import Fetches, Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Steps, Workload
@@ -115,9 +115,12 @@ class XavierManager(OffloadingManager):
         self.prefill_rate = PrefillRate()
         self.steps = Steps(self.requests, self.prefill_rate)
         self.cost_model = CostModel(row_bytes=row_bytes)
+        fetches = Fetches(pool, self.cost_model, fetch_timeout)
+        self._coming = fetches.by_chunk
         self.selection = DonorSelection(
             pool,
             tier,
+            fetches,
             self.prefill_rate,
             self.cost_model,
             min_fetch_tokens=max(layout.chunk_tokens, min_fetch_tokens),
@@ -126,6 +129,7 @@ class XavierManager(OffloadingManager):
         self.tier_lookup = TierLookup(
             pool,
             tier,
+            fetches,
             selection=self.selection,
             cost_model=self.cost_model,
             steps=self.steps,
@@ -139,7 +143,6 @@ class XavierManager(OffloadingManager):
         self.workload = Workload(
             serving, self.requests, self.steps, self.prefill_rate, self.cost_model, clock
         )
-        self._coming = self.tier_lookup.fetches.by_chunk
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start; JSON-able. Called by the replica's background thread."""

@@ -44,6 +44,7 @@ class TierLookup:
         self,
         pool: Pool,
         tier: Tier,
+        fetches: Fetches,
         *,
         selection: DonorSelection,
         cost_model: CostModel,
@@ -65,7 +66,7 @@ class TierLookup:
         self._reserve = reserve
         self._fetch_timeout = fetch_timeout
         self._clock = clock
-        self.fetches = Fetches(pool, cost_model, fetch_timeout)
+        self.fetches = fetches
         self.idle_wait = IdleWait(arrivals)
         self.wait_counts = WaitCounts()
         self._mark_key = mark_key
@@ -184,8 +185,7 @@ class TierLookup:
         deadline = request.deadline
         if deadline is None or now >= deadline:
             deadline = now + self._fetch_timeout
-        busy, is_coming = self.fetches.by_source(), self.fetches.bringing
-        plan = self._selection.plan(request, deadline, busy, is_coming, now)
+        plan = self._selection.plan(request, deadline, now)
         if plan is not None and not plan.is_probe:
             request.retry_keys = request.first_of_each_group(plan.keys)
             if deadline != request.deadline:
