@@ -157,13 +157,11 @@ def test_nothing_is_fetched_when_less_time_is_left_than_any_fetch_takes() -> Non
     """A request waits for KV blocks after a fetch, and a peer computes one more of its chunks."""
     vllm = Engine()
     vllm.learn(0.1, 0.001)
-    keys = chunks("prompt", 33)
-    vllm.tier.peers_hold(a=keys[:30])
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(33, a=30)
     assert vllm.attempt(request) is None
     vllm.tier.end(vllm.tier.fetches[-1], seconds=0.13)
     assert vllm.attempt(request) == 30
-    vllm.tier.peers_hold(a=keys[:31])
+    vllm.tier.peers_hold(a=request.keys[:31])
     deadline = vllm.manager.requests["r"].deadline
     assert deadline is not None
     vllm.clock.now = deadline - 0.05
@@ -195,10 +193,8 @@ def test_deep_chunks_are_fetched_where_shallow_ones_are_computed() -> None:
 def test_a_short_gap_before_chunks_of_the_pool_is_worth_a_fetch() -> None:
     """The head was a copy and evicted first; the tail stayed."""
     vllm = Engine()
-    keys = chunks("prompt", 6)
-    vllm.fill(keys[1:])
-    vllm.tier.peers_hold(a=keys[:1])
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(6, a=1)
+    vllm.fill(request.keys[1:])
     assert vllm.attempt(request) is None
     vllm.tier.end(vllm.tier.fetches[-1])
     assert vllm.attempt(request) == 6

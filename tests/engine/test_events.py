@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import Medium, OffloadKey
 
 from tests.engine import test_adapters
 from tests.engine.scheduling import Scheduling, chunks, waiting
-from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, engine_config
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine, engine_config
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.pool.pool import flush
 
@@ -260,9 +260,9 @@ class TestConnector:
         assert engine.own.manager.errors.count > 0
 
     def test_vllm_is_not_asked_where_there_are_none(
-        self, model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine = Engine(engine_config(model_folder), cache_config, monkeypatch)
+        engine = make_engine()
         asked = Mock(return_value=())
         monkeypatch.setattr(XavierConnector.__mro__[2], "take_events", asked)
         engine.ask("r", PROMPT, tokens=2)

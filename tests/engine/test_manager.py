@@ -70,11 +70,10 @@ class TestLookup:
 
 
 def test_an_engine_that_does_not_share_stores_and_loads_nothing() -> None:
-    keys = chunks("prompt", 4)
     vllm = Scheduling(shares=False)
-    vllm.tier.peers_hold(a=keys)
-    vllm.fill(keys)
-    assert vllm.attempt(vllm.arrive("r", keys)) == 0
+    request = vllm.ask(4, a=4)
+    vllm.fill(request.keys)
+    assert vllm.attempt(request) == 0
     assert (vllm.tier.fetches, vllm.tier.stored_rows) == ([], [])
 
 
@@ -100,12 +99,11 @@ class TestErrors:
     def test_a_request_that_cannot_be_looked_up_shares_nothing(
         self, vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        keys = chunks("prompt", 4)
-        vllm.fill(keys)
+        request = vllm.ask(4)
+        vllm.fill(request.keys)
         monkeypatch.setattr(vllm.manager.tier_lookup.idle_wait, "before_lookups", FAILS)
-        request = vllm.arrive("r", keys)
         assert vllm.attempt(request) == 0
-        assert vllm.begin_store(request, keys) == []
+        assert vllm.begin_store(request, request.keys) == []
         assert vllm.manager.stats()["scheduler_errors"] == 1
 
     @pytest.mark.parametrize("where", ["end_pass", "scheduled", "finished"])
@@ -121,9 +119,8 @@ class TestErrors:
 
     def test_a_chunk_lost_before_its_load_ends_the_engine(self, vllm: Scheduling) -> None:
         """To load anything else would be a wrong token."""
-        keys = chunks("prompt", 4)
-        vllm.fill(keys)
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(4)
+        vllm.fill(request.keys)
         assert vllm.attempt(request) == 4
         vllm.pool.reset()
         with pytest.raises(AssertionError, match="lost between its lookup and its load"):
@@ -411,9 +408,8 @@ class TestAccounting:
         assert self.counts(vllm)["local_pool"] == 6
 
     def test_of_a_request_that_is_scheduled_again_after_its_load(self, vllm: Scheduling) -> None:
-        keys = chunks("prompt", 6)
-        vllm.fill(keys[:4])
-        request = vllm.arrive("r", keys)
+        request = vllm.ask(6)
+        vllm.fill(request.keys[:4])
         vllm.schedule(request, vllm.scan(request) or 0)
         vllm.loaded(request, 4)
         vllm.schedule(request, 0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling, chunks
+from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling
 from xinference_xavier.engine.costs import PrefillRate
 from xinference_xavier.engine.workload import Step, Steps, goes_on, step_of, without_quiet
 
@@ -222,9 +222,7 @@ def test_steps_that_compute_do_not_count() -> None:
 
 def test_a_request_s_wait_lasts_from_its_first_retry_to_its_decision() -> None:
     vllm = Scheduling()
-    keys = chunks("prompt", 6)
-    vllm.tier.peers_hold(a=keys)
-    request = vllm.arrive("r", keys)
+    request = vllm.ask(6, a=6)
     vllm.clock.now += 3.0  # between its arrival and its first lookup
     assert vllm.attempt(request) is None
     vllm.begin_step(100)

@@ -65,9 +65,6 @@ class TestOnePrefillPerCluster:
         assert vllm.attempt(request) is None
         return request
 
-    def waiting(self, vllm: Scheduling) -> Request:
-        return waiting_for_prefill(vllm, KEYS)
-
     def test_the_tracker_is_asked_once(self, vllm: Scheduling) -> None:
         request = self.asking(vllm)
         assert vllm.attempt(request) is None
@@ -86,7 +83,7 @@ class TestOnePrefillPerCluster:
         vllm.tier.peers_hold(disk=keys)
         vllm.fetch_and_finish(vllm.arrive("other", keys), 20.0)
         vllm.tier.peers_hold(disk=KEYS, a=[])
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         vllm.tier.peers_hold(disk=KEYS, a=KEYS[:4])
         assert vllm.attempt(request) is None
         assert [fetch.source for fetch in vllm.tier.fetches] == ["disk", "a"]
@@ -118,7 +115,7 @@ class TestOnePrefillPerCluster:
         assert vllm.tier.released == vllm.tier.claims
 
     def test_a_waiting_request_fetches_chunks_as_they_are_finished(self, vllm: Scheduling) -> None:
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         for computed in (4, 8):
             vllm.clock.now += 4.0
             assert fetch_computed(vllm, request, computed) is None
@@ -134,7 +131,7 @@ class TestOnePrefillPerCluster:
         assert waits == {"claimed": 0, "waited": 1, "given_up": 0, "seconds": 10.0}
 
     def test_one_retry_defers_the_request(self, vllm: Scheduling) -> None:
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         answers = [vllm.manager.lookup(key, request.context) for key in KEYS]
         assert answers == [LookupResult.RETRY] + 9 * [LookupResult.MISS]
 
@@ -144,7 +141,7 @@ class TestOnePrefillPerCluster:
     def test_the_peer_may_be_two_steps_and_a_quarter_of_the_whole_prefill_behind(
         self, vllm: Scheduling, computed: int, due: float
     ) -> None:
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         if computed:
             assert fetch_computed(vllm, request, computed) is None
         vllm.clock.now += due - 0.125
@@ -156,7 +153,7 @@ class TestOnePrefillPerCluster:
 
     def test_chunks_that_disappear_again_are_counted_as_computed(self, vllm: Scheduling) -> None:
         """The peer may have evicted them."""
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         assert fetch_computed(vllm, request, 5) is None
         flush(vllm.pool)
         vllm.tier.peers_hold(a=[])
@@ -164,13 +161,13 @@ class TestOnePrefillPerCluster:
         assert vllm.attempt(request) is None
 
     def test_it_is_over_when_the_peer_has_computed_all_it_claimed(self, vllm: Scheduling) -> None:
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         vllm.tier.claims[0].held_by_peer = 6
         assert fetch_computed(vllm, request, 5) is None
         assert fetch_computed(vllm, request, 7) == 7
 
     def test_a_failed_fetch_ends_the_wait(self, vllm: Scheduling) -> None:
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         vllm.tier.peers_hold(a=KEYS[:4])
         assert vllm.attempt(request) is None
         vllm.tier.end(vllm.tier.fetches[-1], 2)
@@ -178,7 +175,7 @@ class TestOnePrefillPerCluster:
 
     @pytest.mark.parametrize("end", ["pause", "reset"])
     def test_the_end_of_sharing_ends_the_wait(self, vllm: Scheduling, end: str) -> None:
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         if end == "pause":
             vllm.tier.is_ready = False
         else:
@@ -192,7 +189,7 @@ class TestOnePrefillPerCluster:
             vllm.tier.peers_hold(a=keys)
             vllm.fetch_and_finish(vllm.arrive(f"r{number}", keys), 20.0)
         vllm.tier.peers_hold(a=[])
-        request = self.waiting(vllm)
+        request = waiting_for_prefill(vllm, KEYS)
         vllm.tier.peers_hold(a=KEYS[:4])
         assert vllm.attempt(request) == 0
 
