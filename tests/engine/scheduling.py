@@ -178,17 +178,25 @@ class Request:
         return self.groups[0]
 
 
-def without_requests(pool: Pool, can_audit: CanAudit) -> Probes:
-    """Probes that are never computed."""
+def without_requests(
+    pool: Pool,
+    can_audit: CanAudit,
+    *,
+    chunk_tokens: int = CHUNK,
+    max_tokens: int = 4 * CHUNK,
+    vocabulary: int = 1000,
+    audits: bool = False,
+) -> Probes:
+    """Probes that are never computed. Nothing is sampled."""
     return Probes(
         can_audit,
         OwnRequests(None),
         Mock(),
         pool,
-        chunk_tokens=CHUNK,
-        max_tokens=4 * CHUNK,
-        vocabulary=1000,
-        audits=False,
+        chunk_tokens=chunk_tokens,
+        max_tokens=max_tokens,
+        vocabulary=vocabulary,
+        audits=audits,
     )
 
 

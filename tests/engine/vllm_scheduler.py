@@ -30,14 +30,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.engine.any_version import called
-from tests.engine.scheduling import ROW_BYTES, Scheduling
+from tests.engine.scheduling import ROW_BYTES, Scheduling, without_requests
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.probes import CanAudit, OwnRequests, Probes
 from xinference_xavier.engine.spec import ENGINE, XavierSpec, longest_probe, serving_of
 from xinference_xavier.engine.waiting import Arrivals
-from xinference_xavier.pool.pool import Pool
 
 BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"
@@ -144,27 +142,6 @@ def output_of(
     )
 
 
-def probes_of(
-    config: VllmConfig,
-    caches: KVCacheConfig,
-    chunk_tokens: int,
-    pool: Pool,
-    can_audit: CanAudit,
-    audits: bool = True,
-) -> Probes:
-    """Probes as a spec makes them. Nobody asks for their requests, and nothing is sampled."""
-    return Probes(
-        can_audit,
-        OwnRequests(None),
-        Mock(),
-        pool,
-        chunk_tokens=chunk_tokens,
-        max_tokens=longest_probe(config, caches),
-        vocabulary=config.model_config.get_vocab_size(),
-        audits=audits,
-    )
-
-
 class Engine:
     """An engine that answers the same token always. Its workers end every job within a step."""
 
@@ -179,7 +156,13 @@ class Engine:
                 slots=64,
                 layout=layout,
                 serving=serving_of(spec._xavier, layout, ROW_BYTES),
-                probes=partial(probes_of, config, caches, layout.chunk_tokens),
+                probes=partial(
+                    without_requests,
+                    chunk_tokens=layout.chunk_tokens,
+                    max_tokens=longest_probe(config, caches),
+                    vocabulary=config.model_config.get_vocab_size(),
+                    audits=True,
+                ),
                 step_tokens=config.scheduler_config.max_num_batched_tokens,
                 arrivals=Arrivals.at(config),
                 events=spec.kv_events_config.enable_kv_cache_events,

@@ -35,15 +35,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.scheduling import Clock
-from tests.engine.vllm_scheduler import (
-    NOBODY,
-    hasher_of,
-    probes_of,
-    request_of,
-    scheduler_of,
-    starts_of,
-)
+from tests.engine.scheduling import Clock, without_requests
+from tests.engine.vllm_scheduler import NOBODY, hasher_of, request_of, scheduler_of, starts_of
 from tests.simulation.contents import (
     BLOCK_TOKENS,
     LAYERS,
@@ -190,9 +183,7 @@ class Replica:
                 min_fetch_tokens=groups.chunk_tokens,
                 adaptive=options.adaptive,
                 fetch_timeout=5.0,
-                probes=partial(
-                    probes_of, config, caches, groups.chunk_tokens, self.pool, audits=False
-                ),
+                probes=partial(without_requests, self.pool),
                 arrivals=_NoWaits(self._interrupted),
                 clock=self.clock,
             )
