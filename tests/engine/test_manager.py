@@ -388,6 +388,7 @@ class TestAccounting:
         assert self.counts(vllm) == {
             "prefix_cache": 1, "local_pool": 2, "disk": 0, "remote": 4, "computed": 1,
         }  # fmt: skip
+        assert vllm.manager.requests["r"].source == "remote", "as most of its tokens"
 
     def test_of_chunks_that_the_disk_had(self, vllm: Scheduling) -> None:
         request = vllm.ask(8, disk=7)

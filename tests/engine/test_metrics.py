@@ -5,7 +5,7 @@ import pytest
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 from vllm.v1.request import RequestStatus
 
-from tests.engine.scheduling import CHUNK, Clock, Scheduling, chunks
+from tests.engine.scheduling import Clock
 from tests.engine.vllm_scheduler import Engine, MakeEngine
 from xinference_xavier.engine.metrics import FirstTokenTimes, definitions, stats_of
 from xinference_xavier.engine.spec import XavierSpec
@@ -67,18 +67,6 @@ def test_prompts_from_the_pool_and_from_vllm_s_own_cache(engine: Engine, clock: 
         engine.ask(name, PROMPT, tokens=2)
         engine.run()
     assert waited(engine) == dict.fromkeys(("computed", "prefix_cache", "local_pool"), (1, 1.0))
-
-
-def test_a_prompt_counts_where_most_of_its_tokens_came_from(vllm: Scheduling) -> None:
-    request = vllm.ask(8, a=7)
-    vllm.fill(request.keys[:3])
-    assert vllm.attempt(request, own_prefix=1) is None
-    vllm.tier.end(vllm.tier.fetches[0])
-    vllm.schedule(request, vllm.scan(request, own_prefix=1) or 0, own_prefix=1)
-    assert vllm.manager.requests["r"].source == "remote", "four chunks of eight"
-    short = vllm.arrive("s", chunks("other", 8))
-    vllm.schedule(short, vllm.scan(short, own_prefix=3) or 0, own_prefix=3)
-    assert vllm.manager.requests["s"].source == "computed", f"five chunks of {CHUNK} tokens"
 
 
 def test_a_request_that_is_preempted_before_its_first_token_counts_once(
