@@ -56,7 +56,7 @@ PYTEST = $(BIN)/python -m pytest --durations=25 --durations-min=1
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
 	@echo "make test    lint, types, documentation, unit tests, and end-to-end tests of sharing"
-	@echo "make unit    tests of modules, in parallel: about a minute"
+	@echo "make unit    tests of modules, in parallel: two minutes"
 	@echo "make test-e2e  tests that start replicas and servers (test-replicas), vLLM engines and xinference (test-engines)"
 	@echo "make coverage  how much of the package make unit COVERAGE=1 ran; fails below 90 %"
 	@echo "make mutations  whether the unit tests catch faults that are put into the package, ten minutes (NUMBERS='3 …')"

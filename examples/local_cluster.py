@@ -1,9 +1,9 @@
 """A private xinference on this machine, for the demo and for the end-to-end tests.
 
 `LocalCluster` starts the `xinference-local` of its own Python environment, with our extension, in a
-session and a home folder of its own. It launches models, asks them, and leaves nothing behind. Only
-one thread may use it at a time. Every wait has a deadline. Failures raise `ClusterError`, which
-names the log.
+session and a home folder of its own. It launches models, asks them, and leaves nothing behind.
+Several threads may ask; all else is for one thread at a time. Every wait has a deadline. Failures
+raise `ClusterError`, which names the log.
 """
 
 from __future__ import annotations

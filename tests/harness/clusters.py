@@ -107,7 +107,7 @@ class SeparateCluster(LocalCluster):
         port = self.worker_address.rpartition(":")[2]
         words = ["-e", self.endpoint, "-H", _LOOPBACK, "--worker-port", port]
         self._workers["worker"] = self._run("xinference-worker", words)
-        self._wait("the worker has registered", START_TIMEOUT, self._has_worker)
+        self._wait("the worker has registered", START_TIMEOUT, lambda: _workers(self) == 1)
 
     def _run(self, program: str, words: list[str]) -> subprocess.Popen[bytes]:
         return start(
@@ -118,11 +118,13 @@ class SeparateCluster(LocalCluster):
             start_new_session=True,
         )
 
-    def _has_worker(self) -> bool:
-        try:
-            return bool(self.call("GET", "/v1/workers"))
-        except ClusterError:  # the supervisor is not ready for it yet
-            return False
+
+def _workers(cluster: LocalCluster) -> int:
+    """How many have registered."""
+    try:
+        return len(cluster.call("GET", "/v1/workers"))
+    except ClusterError:  # the supervisor is not ready for it yet
+        return 0
 
 
 def allow_only_what_is_needed(hosts: Hosts, workers: tuple[str, ...], replicas: range) -> None:
@@ -185,7 +187,11 @@ class HostCluster(LocalCluster):
             words = ["-e", self.endpoint, "-H", self._hosts.address(name)]
             words += ["--worker-port", f"{WORKER_PORT}"]
             self._workers[name] = self._run(home, name, "xinference-worker", words)
-        self._wait("the workers have registered", START_TIMEOUT, self._all_registered)
+        self._wait(
+            "the workers have registered",
+            START_TIMEOUT,
+            lambda: _workers(self) == len(self._names),
+        )
 
     def lose(self, name: str) -> None:
         """Cut that host's link and kill everything on it."""
@@ -227,9 +233,6 @@ class HostCluster(LocalCluster):
             by=partial(self._hosts.run, name),
             start_new_session=True,
         )
-
-    def _all_registered(self) -> bool:
-        return len(self.call("GET", "/v1/workers")) == len(self._names)
 
     def _worker_address(self, name: str) -> str:
         return f"{self._hosts.address(name)}:{WORKER_PORT}"

@@ -27,7 +27,7 @@ import shutil
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -107,7 +107,7 @@ class Disk:
         self._offered: set[bytes] = set()
         self._changes: dict[bytes, bool] = {}  # of what can be read
         self._touched: set[bytes] = set()
-        self._void: list[tuple[bytes, int]] = []
+        self._void: set[tuple[bytes, int]] = set()
         self._open_at = self._save_at = self._clean_up_at = 0.0
         self._news = asyncio.Event()
         self._thread = DaemonThreads(1, "xavier-disk")
@@ -251,7 +251,7 @@ class Disk:
         """Why a row was not read; None if it was."""
         if outcome is None:
             return None
-        self._void.append((place[0].key, place[1].slot))
+        self._void.add((place[0].key, place[1].slot))
         if isinstance(outcome, str):
             return outcome
         self._failed(outcome)
@@ -311,7 +311,7 @@ class Disk:
         await self._agree(store)
         if store.index is not self.index:
             return
-        touched, void, rows = set[bytes](), list[tuple[bytes, int]](), list[Row]()
+        touched, void, rows = set[bytes](), set[tuple[bytes, int]](), list[Row]()
         if self._saves:
             touched, self._touched = self._touched, touched
             void, self._void = self._void, void
@@ -430,7 +430,7 @@ class Disk:
         self,
         store: Store,
         touched: Iterable[bytes],
-        void: Sequence[tuple[bytes, int]],
+        void: Set[tuple[bytes, int]],
         rows: Sequence[Row],
     ) -> tuple[Exception | None, dict[bytes, bool]]:
         """Returns why not all could be written, and how the index changed."""
