@@ -4,11 +4,10 @@ It also expects the chunks of the prompts that it sent (`Expected`), because the
 chunk only when it has been computed. And it knows for how long vLLM's own prefix cache keeps them:
 on many cards that is larger than the pool, of which alone the index knows.
 
-It remembers which request is at which replica (`InFlight`): if the replica is lost before the first
-byte of an answer, the request goes to another one, but only once, as a request that brings its
-replica down must not bring down all. And requests wait while every replica is at its limit
-(`Queue`); they leave in order of arrival, or when they have waited too long or their client has
-gone.
+It remembers which request is at which replica: if the replica is lost before the first byte of an
+answer, the request goes to another one, but only once, as a request that brings its replica down
+must not bring down all. And requests wait while every replica is at its limit (`Queue`); they leave
+in order of arrival, or when they have waited too long or their client has gone.
 
 Pure: no I/O; times are passed in, in monotonic seconds, and chance comes from `source`. Belongs to
 one thread, which is also the one that writes `holdings`.
@@ -101,58 +100,6 @@ class Expected:
         self._size = 0
 
 
-@dataclass(slots=True)
-class _Request:
-    replica: str
-    answered: bool = False
-    moved: bool = False
-
-
-class InFlight:
-    def __init__(self) -> None:
-        self._requests: dict[str, _Request] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def sent(self, request: str, replica: str) -> None:
-        known = self._requests.setdefault(request, _Request(""))
-        assert not known.replica, "it is at a replica"
-        known.replica = replica
-
-    def answered(self, request: str) -> None:
-        """A byte of the answer has arrived."""
-        if (known := self._requests.get(request)) is not None:
-            known.answered = True
-
-    def at(self, request: str) -> str:
-        """The replica that the request is at; empty if at none, or if it has ended."""
-        known = self._requests.get(request)
-        return known.replica if known else ""
-
-    def ended(self, request: str) -> str:
-        """The replica that the request was at, as `at` says."""
-        replica = self.at(request)
-        self._requests.pop(request, None)
-        return replica
-
-    def failed(self, request: str, *, begun: bool = True) -> bool:
-        """The request's replica failed it. True if it can go elsewhere; if not, it has ended. A
-        replica that has not `begun` to serve did not get the request, which may still move once."""
-        known = self._requests.get(request)
-        if known is None or known.answered or (known.moved and begun):
-            self._requests.pop(request, None)
-            return False
-        known.replica, known.moved = "", known.moved or begun
-        return True
-
-    def lost(self, replica: str) -> list[str]:
-        """The replica has failed or hangs. Returns the requests that can go elsewhere, in the order
-        in which they were sent; its others have ended."""
-        there = [request for request, known in self._requests.items() if known.replica == replica]
-        return [request for request in there if self.failed(request)]
-
-
 _MEASURED = 20  # admissions that the estimate is made from
 
 
@@ -206,6 +153,13 @@ class Queue:
         return min(longest, max(1, math.ceil(pace * max(1, len(self._arrived)))))
 
 
+@dataclass(slots=True)
+class _Request:
+    replica: str = ""  # empty until it goes to another one
+    answered: bool = False
+    moved: bool = False
+
+
 class Router:
     """`lease` is the time in seconds after which a replica without a report gets nothing. For
     `threshold` see `with_prefill_replicas`."""
@@ -220,7 +174,6 @@ class Router:
         threshold: int | None = None,
     ) -> None:
         self.loads = Loads(holdings, lease=lease)
-        self.in_flight = InFlight()
         self._holdings = holdings
         self._size = size
         self._source = source
@@ -231,6 +184,7 @@ class Router:
         self._prompt_s = 0.0  # mean time for which a prompt keeps a replica busy
         self._work = np.zeros(0)  # seconds of work that were sent lately, by number
         self._work_at = 0.0
+        self._requests: dict[str, _Request] = {}  # under way
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
 
     def report(
@@ -293,7 +247,9 @@ class Router:
         backlog = choice.forecast.backlog
         works = float((backlog[np.isfinite(backlog)] > 0.0).mean())
         self._busy += _LATEST * (works - self._busy)
-        self.in_flight.sent(request, choice.replica)
+        known = self._requests.setdefault(request, _Request())
+        assert not known.replica, "it is at a replica"
+        known.replica = choice.replica
         work = float(choice.forecast.work[choice.number])
         self._prompt_s += (_LATEST if self._prompt_s else 1.0) * (work - self._prompt_s)
         seconds, worker = terms.fetch + terms.compute, choice.replica
@@ -310,7 +266,7 @@ class Router:
     def scheduled(self, request: str, keys: Sequence[bytes], now: float) -> None:
         """A replica computes the request, and these are its keys."""
         self._renumber()
-        replica = self.in_flight.at(request)
+        replica = self._at(request)
         number = self.loads.number(replica)
         if number is not None:
             self._expect(number, keys, float(self.loads.backlog(now)[number]), now)
@@ -327,10 +283,16 @@ class Router:
         if seconds < math.inf:
             self._expected.add(1 << number, keys, now + seconds + GRACE)
 
+    def _at(self, request: str) -> str:
+        """The replica that the request is at; empty if at none, or if it has ended."""
+        known = self._requests.get(request)
+        return known.replica if known else ""
+
     def answered(self, request: str) -> None:
         """A byte of the answer has arrived."""
-        self.loads.computed(self.in_flight.at(request), request)
-        self.in_flight.answered(request)
+        if (known := self._requests.get(request)) is not None:
+            known.answered = True
+            self.loads.computed(known.replica, request)
 
     def prefilled(self, request: str) -> None:
         """A prefill replica has computed the request, or has given up."""
@@ -340,19 +302,31 @@ class Router:
     def ended(self, request: str) -> None:
         """The request has been answered, has failed, or its client has gone."""
         self.prefilled(request)
-        self.loads.ended(self.in_flight.ended(request), request)
+        self.loads.ended(self._at(request), request)
+        self._requests.pop(request, None)
 
     def failed(self, request: str, *, begun: bool = True) -> bool:
-        """The request's replica failed it. True if it can go elsewhere: see `InFlight.failed`."""
-        self.loads.ended(self.in_flight.at(request), request)
-        movable = self.in_flight.failed(request, begun=begun)
+        """The request's replica failed it. True if it can go elsewhere; if not, it has ended. A
+        replica that has not `begun` to serve did not get the request, which may still move once."""
+        self.loads.ended(self._at(request), request)
+        movable = self._leave(request, begun)
         if not movable:
             self.prefilled(request)
         return movable
 
+    def _leave(self, request: str, begun: bool) -> bool:
+        known = self._requests.get(request)
+        if known is None or known.answered or (known.moved and begun):
+            self._requests.pop(request, None)
+            return False
+        known.replica, known.moved = "", known.moved or begun
+        return True
+
     def lost(self, replica: str) -> list[str]:
         """The replica has failed or hangs: it gets nothing until it reports again. Returns the
-        requests that can go elsewhere."""
+        requests that can go elsewhere, in the order in which they were sent; its others have
+        ended."""
         self.loads.forget(replica)
         self._expected.clear()
-        return self.in_flight.lost(replica)
+        there = [request for request, known in self._requests.items() if known.replica == replica]
+        return [request for request in there if self._leave(request, begun=True)]
