@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from xinference_xavier.stats.schema import KnownLoad
 
+LEASE = 10.0
+"""Seconds after which a replica without a report gets nothing."""
 IN_TRANSIT = 0.05
 """Seconds after which the router takes for granted that a request is in the replica's reports, if
 they do not say which requests are."""
@@ -110,11 +112,6 @@ class _Replica:
     computed: set[str] = field(default_factory=set)  # of them
 
     @property
-    def requests(self) -> int:
-        """Waiting and running requests of the replica."""
-        return self.running + max(0, self.others)
-
-    @property
     def gets_nothing_until(self) -> float:
         """It is closed until then, or draining."""
         return math.inf if self.draining else self.closed_until
@@ -147,15 +144,14 @@ class _Replica:
 
 
 def _requests(ranks: Collection[_Replica]) -> int:
-    """Waiting and running requests of a group."""
+    """Their waiting and running requests."""
     return sum(each.running for each in ranks) + max(0, sum(each.others for each in ranks))
 
 
 class Loads:
-    """The loads of the replicas that have reported. `lease` is in seconds."""
+    """The loads of the replicas that have reported."""
 
-    def __init__(self, index: Numbered, *, lease: float = 10.0) -> None:
-        self.lease = lease
+    def __init__(self, index: Numbered) -> None:
         self._index = index
         self._numbers = index.sets
         self._version = -1
@@ -177,9 +173,6 @@ class Loads:
         """Whether it has that role, by number."""
         self._measured = np.zeros(size, np.bool_)
         self._rates = np.zeros((4, size))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._replicas
 
     def report(
         self, name: str, report: Report, *, limit: float = math.inf, group: str = ""
@@ -269,7 +262,7 @@ class Loads:
 
     def works(self, now: float) -> bool:
         """Whether any replica reports, and is neither closed nor draining."""
-        oldest, replicas = now - self.lease, self._replicas.values()
+        oldest, replicas = now - LEASE, self._replicas.values()
         return any(
             each.report.made > oldest and each.gets_nothing_until <= now for each in replicas
         )
@@ -290,14 +283,8 @@ class Loads:
             self._sum -= replica.rates or _UNKNOWN
             self._version = -1
 
-    def expired(self, now: float) -> list[str]:
-        """The replicas that have not reported for their lease."""
-        oldest = now - self.lease
-        return [name for name, each in self._replicas.items() if each.report.made <= oldest]
-
     def known(self, now: float) -> dict[str, KnownLoad]:
         """The loads of replicas whose lease has not expired."""
-        expired = set(self.expired(now))
         groups = defaultdict[str, list[_Replica]](list)
         for each in self._replicas.values():
             groups[each.group].append(each)
@@ -305,12 +292,12 @@ class Loads:
         return {
             name: KnownLoad(
                 max(0.0, each.until - now),
-                each.requests,
+                _requests([each]),
                 requests[each.group] < each.limit,
                 each.report.role,
             )
             for name, each in self._replicas.items()
-            if name not in expired
+            if each.report.made > now - LEASE
         }
 
     def backlog(self, now: float) -> Floats:
@@ -320,7 +307,7 @@ class Loads:
         self.renumber()
         running, others = (np.bincount(self._group, each)[self._group] for each in self._counts)
         requests = running + np.maximum(others, 0.0)
-        expired, full = self._made <= now - self.lease, requests >= self._limit
+        expired, full = self._made <= now - LEASE, requests >= self._limit
         closed = expired | full | (self._closed_until > now)
         return np.where(closed, math.inf, np.maximum(self._until - now, 0.0))
 
@@ -358,7 +345,7 @@ class Loads:
         self._limit[number] = replica.limit
         self._closed_until[number] = replica.gets_nothing_until
         self.room[number] = replica.room
-        self.running[number] = replica.requests
+        self.running[number] = _requests([replica])
         self._counts[:, number] = replica.running, replica.others
         self.prefills[number] = replica.report.role == "prefill"
         self.decodes[number] = replica.report.role == "decode"

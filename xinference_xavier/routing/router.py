@@ -161,8 +161,7 @@ class _Request:
 
 
 class Router:
-    """`lease` is the time in seconds after which a replica without a report gets nothing. For
-    `threshold` see `with_prefill_replicas`."""
+    """For `threshold` see `with_prefill_replicas`."""
 
     def __init__(
         self,
@@ -170,10 +169,9 @@ class Router:
         size: Chunks,
         source: random.Random,
         *,
-        lease: float = 10.0,
         threshold: int | None = None,
     ) -> None:
-        self.loads = Loads(holdings, lease=lease)
+        self.loads = Loads(holdings)
         self._holdings = holdings
         self._size = size
         self._source = source
