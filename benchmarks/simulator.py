@@ -214,7 +214,7 @@ class Simulator:
             count += 1
         tokens = int(seconds * self._engine.prefill)
         report = Report(self._now, tokens, seconds, count, self._engine.rates)
-        self.router.report(replica.name, report)
+        self.router.loads.report(replica.name, report)
         wait = self._source.uniform(0, REPORTS) if first else REPORTS
         self._at(self._now + wait, self._report, replica)
 

@@ -24,7 +24,7 @@ class Stage:
         self.policy = maker(self.router, random.Random(0))
         self.count = 0
         for name in held:
-            self.router.report(name, Report(0.0, 0, 0.0, 0, ENGINE.rates))
+            self.router.loads.report(name, Report(0.0, 0, 0.0, 0, ENGINE.rates))
 
     def send(self, prompt: Prompt = PROMPT) -> str:
         self.count += 1
@@ -44,7 +44,7 @@ def test_in_turn() -> None:
 
 def test_the_shortest_backlog_ignores_the_prefix() -> None:
     stage = Stage(rivals.ShortestBacklog, {"a": KEYS, "b": []})
-    stage.router.report("a", Report(1.0, 0, 0.1, 0, ENGINE.rates))
+    stage.router.loads.report("a", Report(1.0, 0, 0.1, 0, ENGINE.rates))
     assert stage.send() == "b"
 
 

@@ -30,7 +30,7 @@ class Cluster:
     def report(
         self, name: str, role: str, backlog: float = 0.0, requests: int = 0, made: float = -1.0
     ) -> None:
-        self.router.report(name, Report(made, 0, backlog, requests, RATES, role=role))
+        self.router.loads.report(name, Report(made, 0, backlog, requests, RATES, role=role))
 
     def choose(self, prompt: Prompt = PROMPT, *, whole: bool = False) -> Choice:
         choice = self.router.choose(prompt, 0.0, whole=whole)

@@ -1,7 +1,6 @@
 """A burst between two reports spreads, and follows the chunks that are expected. What has to wait
 waits in order of arrival."""
 
-import math
 import random
 from collections import Counter
 
@@ -30,7 +29,13 @@ class Cluster:
         self.router = Router(self.held, SIZE, random.Random(0))
         self.sent = 0
         for name in names:
-            self.router.report(name, Report(0.0, 0, 0.0, 0, RATES), limit=8)
+            self.router.loads.report(name, Report(0.0, 0, 0.0, 0, RATES), limit=8)
+
+    def report(
+        self, names: str, made: float, backlog: float = 0.0, requests: int = 0, **more: float
+    ) -> None:
+        for name in names:
+            self.router.loads.report(name, Report(made, 0, backlog, requests, RATES, **more))
 
     def send(self, asked: Prompt, now: float = 0.0) -> Choice:
         choice = self.router.choose(asked, now)
@@ -54,15 +59,15 @@ def test_a_new_session_goes_where_the_least_work_went_lately() -> None:
     cluster = Cluster("a", "b")
     first = cluster.send(prompt("long", 30), now=0.0).replica
     (other,) = {"a", "b"} - {first}
-    cluster.router.report(first, Report(4.0, 0, 0.0, 0, RATES), limit=8)
-    cluster.router.report(other, Report(4.0, 0, 0.5, 1, RATES), limit=8)
+    cluster.report(first, 4.0)
+    cluster.report(other, 4.0, 0.5, 1)
     assert cluster.send(prompt("new", 10), now=4.0).replica == other
     assert cluster.send(prompt("long", 31), now=4.0).replica == first, "it is not new"
     late = Cluster("a", "b")
     first = late.send(prompt("long", 30), now=0.0).replica
     (other,) = {"a", "b"} - {first}
-    late.router.report(first, Report(60.0, 0, 0.0, 0, RATES), limit=8)
-    late.router.report(other, Report(60.0, 0, 0.5, 1, RATES), limit=8)
+    late.report(first, 60.0)
+    late.report(other, 60.0, 0.5, 1)
     assert late.send(prompt("new", 10), now=60.0).replica == first, "that is long ago"
 
 
@@ -73,14 +78,13 @@ def test_where_queues_stand_a_session_does_not_leave_its_prefix(
     """Computing it once more would delay each prompt that comes before the queue is empty. A queue
     that has just begun may be one long prompt."""
     cluster = Cluster("a", "b")
-    for name in "ab":
-        cluster.router.report(name, Report(0.1, 0, 1.0, 0, RATES))
+    cluster.report("ab", 0.1, 1.0)
     for number in range(sent_before):
         cluster.send(prompt(f"{number}"))
     first = cluster.send(prompt("chat")).replica
     (other,) = {"a", "b"} - {first}
-    cluster.router.report(first, Report(1.0, 0, 100.0, 20, RATES))
-    cluster.router.report(other, Report(1.0, 0, 50.0, 20, RATES))
+    cluster.report(first, 1.0, 100.0, 20)
+    cluster.report(other, 1.0, 50.0, 20)
     again = cluster.send(prompt("chat", 11), now=1.0).replica
     assert (again == first) == stays
 
@@ -102,15 +106,13 @@ def test_what_is_expected_is_not_expected_for_ever(cluster: Cluster) -> None:
 def test_what_the_pool_has_evicted_may_still_be_on_the_card(
     cluster: Cluster, retention: float, reason: str
 ) -> None:
-    cluster.router.report("a", Report(0.1, 0, 0.0, 0, RATES, retention_s=retention))
-    for name in "bcd":
-        cluster.router.report(name, Report(0.1, 0, 1.0, 0, RATES))
+    cluster.report("a", 0.1, retention_s=retention)
+    cluster.report("bcd", 0.1, 1.0)
     chat = prompt("chat")
     cluster.send(chat, now=0.2)
     cluster.router.loads.fill("a")  # a replica at its limit keeps it all the same
     cluster.router.scheduled("1", chat.keys, now=0.3)
-    for name in "abcd":
-        cluster.router.report(name, Report(30.0, 0, 0.0, 0, RATES))
+    cluster.report("abcd", 30.0)
     choice = cluster.router.choose(chat, now=30.0)
     assert choice is not None
     assert choice.reason == reason
@@ -133,13 +135,10 @@ def test_busy_replicas_copy_less(cluster: Cluster, busy: bool, copied: bool) -> 
     for key in prompt("hot", 10).keys:
         cluster.held._held[key] = cluster.held.sets.bit("a")
     for second in range(100):
-        for name in "abcd":
-            report = Report(float(second), 0, 0.5 * busy, 0, RATES)
-            cluster.router.report(name, report, limit=math.inf)
+        cluster.report("abcd", float(second), 0.5 * busy)
         cluster.send(prompt(f"{second}", 1), now=float(second))
-    cluster.router.report("a", Report(100.0, 0, 0.7, 0, RATES))
-    for name in "bcd":
-        cluster.router.report(name, Report(100.0, 0, 0.0, 0, RATES))
+    cluster.report("a", 100.0, 0.7)
+    cluster.report("bcd", 100.0)
     choice = cluster.router.choose(prompt("hot", 10), 100.0)
     assert (choice.reason == "fetch") == copied
 
@@ -157,7 +156,7 @@ def test_a_lost_replica_gets_nothing_until_it_reports(cluster: Cluster) -> None:
     assert cluster.router.lost(lost) == ["1"]
     again = cluster.send(prompt("chat"))
     assert again.replica != lost
-    cluster.router.report(lost, Report(1.0, 0, 0.0, 0, RATES))
+    cluster.report(lost, 1.0)
     choices = [cluster.router.choose(prompt(f"{number}"), 1.0) for number in range(50)]
     assert lost in {choice.replica for choice in choices if choice}
 
@@ -165,7 +164,7 @@ def test_a_lost_replica_gets_nothing_until_it_reports(cluster: Cluster) -> None:
 def test_nothing_is_expected_of_a_replica_that_was_lost(cluster: Cluster) -> None:
     lost = cluster.send(prompt("chat")).replica
     cluster.router.lost(lost)
-    cluster.router.report(lost, Report(1.0, 0, 0.0, 0, RATES))
+    cluster.report(lost, 1.0)
     assert cluster.router.choose(prompt("chat"), 1.0).reason == "backlog"
 
 

@@ -184,7 +184,7 @@ class ModelRouter:
             self._mark_keys[incarnation] = load.serving.mark_key
             limit = load.serving.request_limit
             report = self._report(load, now - age)
-            self._router.report(
+            self._router.loads.report(
                 incarnation,
                 report,
                 limit=math.inf if limit is None else limit,

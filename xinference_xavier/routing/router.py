@@ -36,7 +36,7 @@ from xinference_xavier.routing.choice import (
     with_prefill_replicas,
     work_weight,
 )
-from xinference_xavier.routing.load import Floats, Loads, Report
+from xinference_xavier.routing.load import Floats, Loads
 
 GRACE = 2.0
 """Seconds in which a chunk that has been computed reaches the index."""
@@ -184,11 +184,6 @@ class Router:
         self._work_at = 0.0
         self._requests: dict[str, _Request] = {}  # under way
         self._prefills: dict[str, str] = {}  # the replicas that prefill, by request
-
-    def report(
-        self, replica: str, report: Report, *, limit: float = math.inf, group: str = ""
-    ) -> None:
-        self.loads.report(replica, report, limit=limit, group=group)
 
     def choose(
         self, prompt: Prompt, now: float, *, preferred: str = "", whole: bool = False
