@@ -109,17 +109,9 @@ async def test_each_use_begins_a_lifetime_anew(names: Names, clock: Clock, file:
     assert await reopened(file) == []
 
 
-async def test_not_every_use_is_written(names: Names, clock: Clock, file: Path) -> None:
-    added = await names.add("model", new())
-    for _ in range(2):
-        clock.now += 4.0
-        await names.use(added)
-        await names.tend()
-    assert names.find("model", "", "guide").used == clock.now
-    assert [each.used for each in await reopened(file)] == [clock.now - 4.0]
-
-
-async def test_the_last_uses_are_written_at_the_end(clock: Clock, file: Path) -> None:
+async def test_not_every_use_is_written_but_the_last_ones_are_at_the_end(
+    clock: Clock, file: Path
+) -> None:
     names = Names(Store(file), clock, clock)
     await names.load()
     added = await names.add("model", new())
@@ -127,6 +119,8 @@ async def test_the_last_uses_are_written_at_the_end(clock: Clock, file: Path) ->
         clock.now += 4.0
         await names.use(added)
         await names.tend()
+    assert names.find("model", "", "guide").used == clock.now
+    assert [each.used for each in await reopened(file)] == [clock.now - 4.0]
     await names.close()
     assert [each.used for each in await reopened(file)] == [clock.now]
 
@@ -271,14 +265,6 @@ async def test_what_was_added_is_there_after_a_restart(store: Store, file: Path)
     assert await store.content(GUIDE.id) == CHAT
 
 
-async def test_a_name_is_there_once(store: Store, file: Path) -> None:
-    await store.add(GUIDE, CHAT)
-    again = Prefix("2" * 16, "model", "tenant", "guide", Terms(), 5.0, 5.0)
-    await store.add(again, CONTENT)
-    assert await reopened(file) == [again]
-    assert await store.content(GUIDE.id) is None
-
-
 async def test_changes_are_there_after_a_restart(store: Store, file: Path) -> None:
     await store.add(GUIDE, CHAT)
     changed = Prefix("0" * 16, "model", "tenant", "guide", Terms(9.0, 1, "soft"), 1.0, 7.0)
@@ -286,13 +272,6 @@ async def test_changes_are_there_after_a_restart(store: Store, file: Path) -> No
     assert await reopened(file) == [changed]
     await store.note_uses({GUIDE.id: 6.0, "unknown": 6.0})
     assert await reopened(file) == [changed], "another process has noted a later use"
-
-
-async def test_what_was_removed_is_gone(store: Store, file: Path) -> None:
-    await store.add(GUIDE, CHAT)
-    await store.add(OTHER, CHAT)
-    await store.remove([GUIDE.id, "unknown"])
-    assert await reopened(file) == [OTHER]
 
 
 def test_only_its_user_can_read_the_file(store: Store, file: Path) -> None:
@@ -371,14 +350,11 @@ async def test_deleted_texts_leave_no_traces(store: Store, file: Path, how: str)
     assert traces(file.parent, "of a contract") == []
 
 
-async def test_texts_that_nobody_named_are_deleted(file: Path) -> None:
+async def test_texts_that_nobody_named_are_deleted(store: Store, file: Path) -> None:
     """Earlier versions wrote them."""
-    store = Store(file)
-    await store.open()
     unnamed = Prefix("3" * 16, "model", "", "\0" + "f" * 64, Terms(), 5.0, 5.0)
     await store.add(unnamed, {"prompt": "what somebody asked"})
     await store.add(GUIDE, CHAT)
-    await store.close()
     assert await reopened(file) == [GUIDE]
     assert traces(file.parent, "what somebody asked") == []
 
