@@ -21,8 +21,8 @@ CHUNK, CONTEXT, BUDGET = 128, 4096, 10
 SETTLING = 5.0
 """Seconds for which a replica keeps what nobody wants any more."""
 PATIENCE = 30.0
-TICK = 0.001  # not 0: a loop that never waits keeps the reader of the file from its turn
 """Seconds after which a test that waits has failed."""
+TICK = 0.001  # not 0: a loop that never waits keeps the reader of the file from its turn
 
 
 class Replica:
@@ -111,6 +111,9 @@ class Kit:
     async def add(self, name: str = "guide", terms: Terms | None = None) -> dict[str, Any]:
         new = NewPrefix(name, "", {"prompt": "text"}, terms or Terms())
         return await self.keeper.add(MODEL, new)
+
+    async def change(self, name: str, terms: Terms) -> dict[str, Any]:
+        return await self.keeper.change(self.names.find(MODEL, "", name), terms)
 
     def report(self, name: str = "guide") -> dict[str, Any]:
         return self.keeper.report(self.names.find(MODEL, "", name))
@@ -331,9 +334,9 @@ async def test_firm_prefixes_have_a_budget(kit: Kit) -> None:
     await kit.add("c")
     await kit.kept("c")
     with pytest.raises(ValueError, match="but 0 are free"):
-        await kit.keeper.change(kit.names.find(MODEL, "", "c"), hard)
+        await kit.change("c", hard)
     await kit.add("a", hard)  # takes the former one's place
-    changed = await kit.keeper.change(kit.names.find(MODEL, "", "a"), Terms())
+    changed = await kit.change("a", Terms())
     assert changed["retention"] == "soft"
     await kit.until(lambda: kit.cluster.replicas["m-0"].wanted != {})
 
@@ -349,10 +352,8 @@ async def test_a_hard_one_needs_room_at_all_replicas_before_it_is_copied_to_them
     await kit.until(lambda: kit.report("b0")["replicas"][other]["firm"])
     kit.cluster.tokens = 6 * CHUNK
     with pytest.raises(ValueError, match="retention=hard needs"):
-        await kit.keeper.change(
-            kit.names.find(MODEL, "", "a"), Terms(copies="all", retention="hard")
-        )
-    changed = await kit.keeper.change(kit.names.find(MODEL, "", "a"), Terms(60.0, retention="hard"))
+        await kit.change("a", Terms(copies="all", retention="hard"))
+    changed = await kit.change("a", Terms(60.0, retention="hard"))
     assert changed["ttl"] == 60.0
 
 
