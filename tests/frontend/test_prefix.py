@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.frontend import prefix as module
 from xinference_xavier.frontend.prefix import Terms, read_new, read_terms, read_ttl
 
 MESSAGES = [{"role": "system", "content": "You are a guide."}]
@@ -94,7 +93,3 @@ def test_a_text_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("xinference_xavier.protocol.tracker.MAX_QUESTION_BYTES", 100)
     with pytest.raises(ValueError, match="question"):
         read_new(body(prompt="x" * 200))
-
-
-def test_ids_are_not_guessed() -> None:
-    assert len({module.new_id() for _ in range(100)}) == 100

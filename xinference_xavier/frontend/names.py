@@ -14,6 +14,7 @@ import asyncio
 import difflib
 import json
 import logging
+import secrets
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from xinference_xavier.errors import PrefixNotFoundError, shown
-from xinference_xavier.frontend.prefix import NewPrefix, Prefix, Terms, new_id
+from xinference_xavier.frontend.prefix import NewPrefix, Prefix, Terms
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
@@ -377,7 +378,7 @@ class Names:
     async def add(self, model_uid: str, new: NewPrefix) -> Prefix:
         """Takes the place of one of the same name. Raises ValueError beyond a limit."""
         now = self._clock()
-        prefix = Prefix(new_id(), model_uid, new.tenant, new.name, new.terms, now, now)
+        prefix = Prefix(secrets.token_hex(8), model_uid, new.tenant, new.name, new.terms, now, now)
         await self._store.add(prefix, new.content)
         await self.refresh()
         return self._by_id.get(prefix.id, prefix)

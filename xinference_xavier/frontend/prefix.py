@@ -5,7 +5,6 @@ Every check raises a ValueError that names the value, the reason and the remedy.
 
 import json
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -66,10 +65,6 @@ class NewPrefix(NamedTuple):
     tenant: str
     content: Mapping[str, Any]
     terms: Terms
-
-
-def new_id() -> str:
-    return secrets.token_hex(8)
 
 
 def read_new(body: bytes) -> NewPrefix:
