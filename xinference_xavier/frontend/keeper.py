@@ -160,7 +160,8 @@ class Keeper:
 
     async def _check_size(self, model_uid: str, new: NewPrefix) -> int:
         """The prefix's chunks."""
-        found = await self._explain(model_uid, new.content)
+        asked = question_of(new.content)
+        found = await self._call(model_uid, "explain", asked, deadline=_EXPLAIN_DEADLINE)
         tokens, chunk = found["prompt_tokens"], found["chunk_tokens"]
         context = found["context_tokens"]
         if tokens < chunk:
@@ -173,12 +174,6 @@ class Keeper:
                 f"{new.name!r} has {tokens} tokens, and the model's context {context}; shorten it"
             )
         return int(tokens // chunk)
-
-    async def _explain(self, model_uid: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        explained: Mapping[str, Any] = await self._call(
-            model_uid, "explain", question_of(content), deadline=_EXPLAIN_DEADLINE
-        )
-        return explained
 
     async def _check_budget(
         self, model_uid: str, chunks: int, terms: Terms, replaced: Prefix | None

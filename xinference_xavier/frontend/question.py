@@ -54,15 +54,12 @@ async def read_question(
     def read() -> Question:
         whole = request if chat is None else {**chat, SALT: request.get(SALT)}
         text = prompt_text(whole if before is None else with_prefix(whole, before))
-        return _question(request, text, session)
+        named = request.get("request_id")
+        request_id = named if isinstance(named, str) else ""
+        return Question(text, session_of(request, session), request_id)
 
     short = size < _LONG and before is None  # a named text may have megabytes
     return read() if short else await asyncio.to_thread(read)
-
-
-def _question(request: Mapping[str, Any], text: Text, session: str | None) -> Question:
-    named = request.get("request_id")
-    return Question(text, session_of(request, session), named if isinstance(named, str) else "")
 
 
 class Keep(NamedTuple):
