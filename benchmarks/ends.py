@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -181,6 +181,9 @@ class Pair:
         """Whether the right rows have just arrived."""
         return bool(self.consumer.call("same", self._seed))
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         self.donor.close()
         self.consumer.close()

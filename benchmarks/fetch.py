@@ -7,7 +7,6 @@ connection, measured in turns.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.ends import MEMCPY, TCP, Pair
@@ -26,10 +25,7 @@ _TIMEOUT = 60.0
 
 
 def measure() -> dict[str, Any]:
-    with ExitStack() as stack:
-        pair = Pair(0)
-        stack.callback(pair.close)
-        tracker = stack.enter_context(TrackerProcess())
+    with Pair(0) as pair, TrackerProcess() as tracker:
         return {"sizes": list(_of_all_sizes(pair, tracker.address))}
 
 

@@ -94,20 +94,16 @@ def _hits(lengths: Sequence[int], *, asynchronous: bool) -> dict[str, Any]:
     kinds = {_DONOR: Kind(asynchronous=asynchronous)} | {
         name: Kind(name, options=ALWAYS_FETCH, asynchronous=asynchronous) for name in REFERENCES
     }
-    pair = Pair(0)
-    try:
-        with Fleet(kinds) as fleet:
-            row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
-            pair.make(whole_chunks(max(lengths)), row_bytes)
-            cycle = Cycle(fleet, pair, row_bytes)
-            cycle.run(lengths[0])  # warm up, and make the links
-            found: dict[int, list[Round]] = {tokens: [] for tokens in lengths}
-            for _ in range(ROUNDS):
-                for tokens in lengths:
-                    found[tokens].append(cycle.run(tokens))
-            cycle.check_transports()
-    finally:
-        pair.close()
+    with Pair(0) as pair, Fleet(kinds) as fleet:
+        row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
+        pair.make(whole_chunks(max(lengths)), row_bytes)
+        cycle = Cycle(fleet, pair, row_bytes)
+        cycle.run(lengths[0])  # warm up, and make the links
+        found: dict[int, list[Round]] = {tokens: [] for tokens in lengths}
+        for _ in range(ROUNDS):
+            for tokens in lengths:
+                found[tokens].append(cycle.run(tokens))
+        cycle.check_transports()
     return {
         "row_bytes": row_bytes,
         "discarded": sum(one.discarded for those in found.values() for one in those),

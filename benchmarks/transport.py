@@ -25,9 +25,7 @@ _MIB = 1 << 20
 
 def measure() -> dict[str, Any]:
     with ExitStack() as stack:
-        pairs = [Pair(2 * number) for number in range(max(PAIRS))]
-        for pair in pairs:
-            stack.callback(pair.close)
+        pairs = [stack.enter_context(Pair(2 * number)) for number in range(max(PAIRS))]
         return {"batch_bytes": BATCH_BYTES, "rows": list(_of_all_sizes(pairs))}
 
 
