@@ -17,12 +17,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.figures import figure, ratio, shown
+from benchmarks.figures import figure, ratio, shown, table
 from tests.harness.engines import CHUNK, Fleet, Kind, Prompts, whole_chunks
 from xinference_xavier.pool.region import ROW_ALIGNMENT
 
@@ -122,13 +122,6 @@ def copies() -> dict[str, Any]:
     def worker_over(region: Region) -> Any:
         return device_worker(caches, per_chunk, DeviceRegion(region, 0, [row_bytes]))
 
-    def seconds_of(copy: Any) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        copy()
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
     region = Region.create(COPIED_CHUNKS, row_bytes)
     region.populate()
     worker = worker_over(region)
@@ -143,7 +136,7 @@ def copies() -> dict[str, Any]:
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(COPIES + 1):  # the first one warms up
         for name, copy in ways.items():
-            seconds = seconds_of(copy)
+            seconds = _seconds_of(copy)
             worker.get_finished()
             if turn:
                 taken[name].append(seconds)
@@ -172,23 +165,33 @@ def copies() -> dict[str, Any]:
 
 
 def _copies_lines(part: dict[str, Any]) -> list[str]:
-    lines = [
+    cells = ("{}_gb_per_s", "plain {}_gb_per_s", "{}/plain")
+    return [
         f"{part['bytes'] / (1 << 20):.0f} MiB of a KV cache in {COPIED_CHUNKS} rows of a pool, and "
         f"as much in one piece of plain pinned memory, {COPIES} times in turn.",
         "",
-        "| | GB/s | plain copy, GB/s | pool ÷ plain |",
-        "|---|---|---|---|",
-    ]
-    for name in ("store", "load"):
-        cells = (f"{name}_gb_per_s", f"plain {name}_gb_per_s", f"{name}/plain")
-        lines.append(f"| {name} | {' | '.join(shown(part[cell]) for cell in cells)} |")
-    lines += [
+        table(
+            ("", "GB/s", "plain copy, GB/s", "pool ÷ plain"),
+            (
+                [way, *(shown(part[cell.format(way)]) for cell in cells)]
+                for way in ("store", "load")
+            ),
+        ),
         "",
         f"Touching {part['pinned_bytes'] / (1 << 30):.0f} GiB for the first time took "
         f"{part['populate_s']:.1f} s, pinning them {part['pin_s']:.1f} s, giving them back "
         f"{part['unpin_s']:.1f} s (once).",
     ]
-    return lines
+
+
+def _seconds_of(copy: Callable[[], object]) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    copy()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 # -- a pool of another process ----------------------------------------------------------------
@@ -257,35 +260,25 @@ def _copies_with(memory: mmap.mmap, flags: int, *, writable: bool) -> dict[str, 
 
 
 def _speed(copy: Callable[[], object]) -> dict[str, float]:
-    import torch
-
-    taken = []
-    for turn in range(COPIES + 1):  # the first one warms up
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        copy()
-        torch.cuda.synchronize()
-        if turn:
-            taken.append(MAPPED_BYTES / (time.perf_counter() - began) / 1e9)
-    return figure(taken)
+    taken = [_seconds_of(copy) for _ in range(COPIES + 1)]
+    return figure([MAPPED_BYTES / seconds / 1e9 for seconds in taken[1:]])  # the first warms up
 
 
 def _mappings_lines(part: dict[str, Any]) -> list[str]:
-    lines = [
+    columns = ["mapping", "cudaHostRegister", "pinned"]
+    columns += ["card reads, GB/s", "right", "card writes, GB/s"]
+    return [
         f"Another process maps a pool of {part['bytes'] / (1 << 20):.0f} MiB and registers its "
         f"mapping with the driver; {COPIES} copies each.",
         "",
-        "| mapping | cudaHostRegister | pinned | card reads, GB/s | right | card writes, GB/s |",
-        "|---|---|---|---|---|---|",
+        table(columns, ([way, *_mapping_cells(found)] for way, found in part["ways"].items())),
     ]
-    for way, found in part["ways"].items():
-        speeds = [
-            shown(found[name]) if name in found else "–"
-            for name in ("load_gb_per_s", "store_gb_per_s")
-        ]
-        cells = [way, str(found["register"]), str(found["is_pinned"]), speeds[0]]
-        lines.append(f"| {' | '.join([*cells, str(found.get('read_right', '–')), speeds[1]])} |")
-    return lines
+
+
+def _mapping_cells(found: dict[str, Any]) -> Iterator[str]:
+    for name in ("register", "is_pinned", "load_gb_per_s", "read_right", "store_gb_per_s"):
+        value = found.get(name, "–")
+        yield shown(value) if isinstance(value, dict) else str(value)
 
 
 # -- with engines -----------------------------------------------------------------------------
@@ -351,22 +344,28 @@ def _row(tokens: int, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _hits_lines(part: dict[str, Any]) -> list[str]:
+    columns = ["tokens", "transport", "cold", "local hit", "pool hit", "remote hit"]
+    columns += ["cold ÷ remote", "remote ÷ local", "reused"]
     lines = [
         f"Time to first token at the engine, ms: medians, with minimum and maximum in brackets, of "
         f"{part['rounds']} prompts of each length. Reused is the part of the donor's chunks that a "
         "remote hit took from it; the engine decided this by its own measurements.",
         "",
-        "| tokens | transport | cold | local hit | pool hit | remote hit | cold ÷ remote "
-        "| remote ÷ local | reused |",
-        "|---|---|---|---|---|---|---|---|---|",
+        table(
+            columns,
+            (
+                [
+                    str(row["tokens"]),
+                    TRANSPORTS[name],
+                    *(shown(row[f"{way}_ms"], 0) for way in ("cold", "local", "pool", "remote")),
+                    *(shown(row[of]) for of in ("cold/remote", "remote/local", "reused")),
+                ]
+                for name, found in part["transports"].items()
+                for row in found["lengths"]
+            ),
+        ),
+        "",
     ]
-    for name, found in part["transports"].items():
-        for row in found["lengths"]:
-            times = [shown(row[f"{time}_ms"], 0) for time in ("cold", "local", "pool", "remote")]
-            others = [shown(row[of]) for of in ("cold/remote", "remote/local", "reused")]
-            cells = [str(row["tokens"]), TRANSPORTS[name], *times, *others]
-            lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
     for name, found in part["transports"].items():
         decided = {key: value for key, value in found["fetch_decisions"].items() if key != "rates"}
         lines.append(
