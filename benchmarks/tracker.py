@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -185,29 +185,18 @@ class _Publisher:
 # -- to watchers ------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """Delays of updates in ms, the published keys per second, and the processor seconds per
-    second."""
-
-    p50_ms: float
-    p99_ms: float
-    keys_per_s: float
-    tracker_cores: float
-    watchers_cores: float
-
-
 async def _propagation() -> list[dict[str, Any]]:
     found = []
     for count in REPLICAS:
         with MeasuredTracker() as tracker, Watchers(tracker.address, count) as watchers:
             runs = await _runs(tracker, watchers)
-            figures = {name: figure([getattr(run, name) for run in runs]) for name in _Run._fields}
+            figures = {name: figure([run[name] for run in runs]) for name in _TITLES}
             found.append({"watchers": count, **figures})
             tracker.close()  # first, so that it does not answer watchers that have ended
     return found
 
 
-async def _runs(tracker: MeasuredTracker, watchers: Watchers) -> list[_Run]:
+async def _runs(tracker: MeasuredTracker, watchers: Watchers) -> list[dict[str, float]]:
     actor = await tracker.actor()
     await actor.join(NAMESPACE, Member(_PUBLISHER, "127.0.0.1:1"), KEY_BYTES, Settings())
     return [
@@ -215,20 +204,22 @@ async def _runs(tracker: MeasuredTracker, watchers: Watchers) -> list[_Run]:
     ]
 
 
-async def _run(actor: Any, first: int, tracker: MeasuredTracker, watchers: Watchers) -> _Run:
+async def _run(
+    actor: Any, first: int, tracker: MeasuredTracker, watchers: Watchers
+) -> dict[str, float]:
     spent = tracker.cpu_seconds(), watchers.cpu_seconds()
     began = time.monotonic()
     await _publish_on_time(actor, first)
     published = time.monotonic() - began
     percentiles = quantiles(watchers.delays(PUBLICATIONS), n=100)
     took = time.monotonic() - began
-    return _Run(
-        p50_ms=percentiles[49],
-        p99_ms=percentiles[98],
-        keys_per_s=PUBLICATIONS * _TIMED_KEYS / published,
-        tracker_cores=(tracker.cpu_seconds() - spent[0]) / took,
-        watchers_cores=(watchers.cpu_seconds() - spent[1]) / took,
-    )
+    return {
+        "p50_ms": percentiles[49],
+        "p99_ms": percentiles[98],
+        "keys_per_s": PUBLICATIONS * _TIMED_KEYS / published,
+        "tracker_cores": (tracker.cpu_seconds() - spent[0]) / took,
+        "watchers_cores": (watchers.cpu_seconds() - spent[1]) / took,
+    }
 
 
 async def _publish_on_time(actor: Any, first: int) -> None:
@@ -240,6 +231,14 @@ async def _publish_on_time(actor: Any, first: int) -> None:
 
 
 # -- shown ------------------------------------------------------------------------------------
+
+_TITLES = {
+    "p50_ms": ("an update arrives, median, ms", 1),
+    "p99_ms": ("p99, ms", 1),
+    "keys_per_s": ("keys per second", 0),
+    "tracker_cores": ("processors of the tracker", 2),
+    "watchers_cores": ("of all watchers", 2),
+}
 
 
 def markdown(part: dict[str, Any]) -> str:
@@ -266,17 +265,10 @@ def markdown(part: dict[str, Any]) -> str:
         ("replicas", "keys published per second"),
         ((f"{row['replicas']}", shown(row["keys_per_s"], 0)) for row in part["throughput"]),
     )
-    titles = {
-        "p50_ms": ("an update arrives, median, ms", 1),
-        "p99_ms": ("p99, ms", 1),
-        "keys_per_s": ("keys per second", 0),
-        "tracker_cores": ("processors of the tracker", 2),
-        "watchers_cores": ("of all watchers", 2),
-    }
     propagation = table(
-        ("watchers", *(title for title, _ in titles.values())),
+        ("watchers", *(title for title, _ in _TITLES.values())),
         (
-            (f"{row['watchers']}", *(shown(row[name], n) for name, (_, n) in titles.items()))
+            (f"{row['watchers']}", *(shown(row[name], n) for name, (_, n) in _TITLES.items()))
             for row in part["propagation"]
         ),
     )
