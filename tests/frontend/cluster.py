@@ -51,6 +51,11 @@ class Cluster:
         load = Load(self.serving, int(prefill_s * 1000), prefill_s, 0, rates=RATES)
         return ReplicaLoad(f"{replica} now", replica, 0.0, load._replace(**fields))
 
+    def rest(self, seconds: float) -> None:
+        """Time passes, and no replica has anything to do."""
+        self.now += seconds
+        self.tell(*map(self.load, self._members))
+
     def tell(
         self,
         *loads: ReplicaLoad,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.frontend.cluster import CHUNK, Cluster, document, keys
+from tests.tracker_pools import let_others_run
 from xinference_xavier.frontend import model_router as module
 from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError, Route
 from xinference_xavier.protocol.load import ScheduledPrompt
@@ -35,11 +36,16 @@ async def learn(cluster: Cluster, text: Text, tokens: int, name: str) -> str:
     return first.replica
 
 
+async def full(**serving: int) -> tuple[Cluster, Route]:
+    """A replica with as many requests as it accepts: one."""
+    cluster = Cluster("m-0", request_limit=1, **serving)
+    return cluster, await route(cluster)
+
+
 async def waiting(cluster: Cluster, count: int = 1) -> list[asyncio.Task[Route]]:
     """Requests that wait."""
     tasks = [asyncio.create_task(route(cluster)) for _ in range(count)]
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await let_others_run()
     assert not any(task.done() for task in tasks)
     return tasks
 
@@ -62,8 +68,7 @@ async def test_a_known_prefix_draws_requests_while_its_replica_is_not_busy() -> 
     cluster = Cluster("m-0", "m-1")
     text = document("long")
     owner = await learn(cluster, text, 5000, "long")
-    cluster.now += 3600.0
-    cluster.tell(cluster.load("m-0", 0.0), cluster.load("m-1", 0.0))
+    cluster.rest(3600.0)
     again = await route(cluster, text)
     assert (again.replica, again.choice.reason) == (owner, "local")
     cluster.router.end(again)
@@ -99,8 +104,7 @@ async def test_a_session_decides_between_equals() -> None:
     cluster = Cluster("m-0", "m-1", "m-2", "m-3")
     first = await route(cluster, session="chat")
     cluster.router.end(first)
-    cluster.now += 60.0
-    cluster.tell(*(cluster.load(f"m-{number}") for number in range(4)))
+    cluster.rest(60.0)
     for _ in range(5):
         again = await route(cluster, session="chat")
         assert again.replica == first.replica
@@ -181,8 +185,7 @@ async def test_a_request_does_not_overtake_those_that_wait() -> None:
     left_alone = moved.replica
     assert await cluster.router.move(moved)
     (first,) = await waiting(cluster)
-    cluster.now += module.CLOSED - 1.0
-    cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
+    cluster.rest(module.CLOSED - 1.0)
     cluster.now += 1.0
     (second,) = await waiting(cluster)
     cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
@@ -196,8 +199,7 @@ async def test_an_error_while_choosing_is_of_the_request_that_waits(
     def choose(*_: object, **__: object) -> None:
         raise IndexError("a defect")
 
-    cluster = Cluster("m-0", request_limit=1)
-    running = await route(cluster)
+    cluster, running = await full()
     (first,) = await waiting(cluster)
     monkeypatch.setattr(Router, "choose", choose)
     cluster.router.end(running)
@@ -206,8 +208,7 @@ async def test_an_error_while_choosing_is_of_the_request_that_waits(
 
 
 async def test_beyond_its_bound_the_queue_refuses_requests() -> None:
-    cluster = Cluster("m-0", request_limit=1, queue=1)
-    await route(cluster)
+    cluster, _ = await full(queue=1)
     (task,) = await waiting(cluster)
     with pytest.raises(QueueFullError) as refused:
         await cluster.router.route()
@@ -217,17 +218,15 @@ async def test_beyond_its_bound_the_queue_refuses_requests() -> None:
 
 
 async def test_a_request_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster("m-0", request_limit=1)
+    cluster, _ = await full()
     cluster.router._queue.patience = 0.01
-    await route(cluster)
     with pytest.raises(QueueFullError):
         await cluster.router.route()
     assert not cluster.router._waiting
 
 
 async def test_a_client_that_goes_leaves_the_queue() -> None:
-    cluster = Cluster("m-0", request_limit=1)
-    running = await route(cluster)
+    cluster, running = await full()
     gone, stays = await waiting(cluster, 2)
     gone.cancel()
     await asyncio.wait({gone})
@@ -236,8 +235,7 @@ async def test_a_client_that_goes_leaves_the_queue() -> None:
 
 
 async def test_a_client_that_goes_when_its_turn_comes_keeps_no_place() -> None:
-    cluster = Cluster("m-0", request_limit=1)
-    running = await route(cluster)
+    cluster, running = await full()
     gone, stays = await waiting(cluster, 2)
     cluster.router.end(running)
     gone.cancel()  # it has its place, but did not run since
@@ -245,12 +243,10 @@ async def test_a_client_that_goes_when_its_turn_comes_keeps_no_place() -> None:
 
 
 async def test_requests_that_wait_for_a_router_that_is_closed_go_in_turn() -> None:
-    cluster = Cluster("m-0", request_limit=1)
-    running = await route(cluster)
+    cluster, running = await full()
     asking = asyncio.create_task(cluster.router.route())
     moving = asyncio.create_task(cluster.router.move(running, module.Failure.FULL))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await let_others_run()
     cluster.router.close()
     assert await asking is None
     assert not await moving
@@ -277,11 +273,9 @@ async def leaves(cluster: Cluster, running: Route) -> None:
 
 @pytest.mark.parametrize("happens", [expires, is_closed, leaves])
 async def test_requests_that_wait_go_in_turn_once_no_replica_works(happens: Any) -> None:
-    cluster = Cluster("m-0", request_limit=1)
-    running = await route(cluster)
+    cluster, running = await full()
     asking = [asyncio.create_task(cluster.router.route()) for _ in range(2)]
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await let_others_run()
     await happens(cluster, running)
     cluster.join("m-1")  # they have gone
     assert await asyncio.gather(*asking) == [None, None]
@@ -289,8 +283,7 @@ async def test_requests_that_wait_go_in_turn_once_no_replica_works(happens: Any)
 
 
 async def test_ten_thousand_requests_wait() -> None:
-    cluster = Cluster("m-0", request_limit=1, queue=10_000)
-    running = await route(cluster)
+    cluster, running = await full(queue=10_000)
     tasks = await waiting(cluster, 10_000)
     for task in tasks:
         cluster.router.end(running)
@@ -347,8 +340,7 @@ async def test_a_replica_that_is_full_gets_none_until_it_reports() -> None:
 
 async def test_a_replica_that_does_not_serve_yet_costs_a_request_nothing() -> None:
     """Neither its place in the queue nor its one move. The replica gets requests a second later."""
-    cluster = Cluster("m-0", request_limit=1)
-    running = await route(cluster)
+    cluster, running = await full()
     (first,) = await waiting(cluster)
     cluster.now += 1.0
     (second,) = await waiting(cluster)
@@ -378,8 +370,7 @@ async def test_a_replica_that_does_not_serve_yet_costs_a_request_nothing() -> No
 async def test_a_request_does_not_come_back_for_ever() -> None:
     cluster = Cluster("m-0", "m-1")
     asked = await route(cluster)
-    cluster.now += module.PATIENCE
-    cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
+    cluster.rest(module.PATIENCE)
     assert not await cluster.router.move(asked, module.Failure.NOT_SERVING)
 
 
@@ -416,8 +407,7 @@ async def test_ranks_have_one_limit() -> None:
 async def queued(moving: Coroutine[Any, Any, bool]) -> bool:
     """Whether the request waits. It is cancelled."""
     task = asyncio.ensure_future(moving)
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await let_others_run()
     return task.cancel()
 
 
@@ -467,8 +457,7 @@ async def test_a_text_is_learned_though_its_answer_ended_before_its_report() -> 
     known = keys("quick", 39)
     cluster.tell(prompts=[ScheduledPrompt("quick", 5000, pack(known))])
     cluster.hold(first.replica, known)
-    cluster.now += 3600.0
-    cluster.tell(cluster.load("m-0"), cluster.load("m-1"))
+    cluster.rest(3600.0)
     again = await route(cluster, text)
     assert (again.replica, again.choice.reason) == (first.replica, "local")
 
