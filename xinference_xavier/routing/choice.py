@@ -137,8 +137,8 @@ class Forecast:
     fetch: Floats
     compute: Floats
     work: Floats
+    left: NDArray[np.bool_]
     prefill: Prefill | None = None
-    left: NDArray[np.bool_] | None = None
 
     @property
     def total(self) -> Floats:
@@ -160,18 +160,18 @@ class Choice:
 
     @property
     def terms(self) -> Terms:
-        return self._terms(self.number)
+        return self._terms(self.number)[0]
 
     @property
     def prefill(self) -> Prefill | None:
         """Set if a prefill replica computes the prompt."""
-        return self._prefill(self.number)
+        return self._terms(self.number)[1]
 
     @property
     def all_terms(self) -> Mapping[str, tuple[Terms, Prefill | None]]:
         """The terms of every replica that could have been chosen."""
         open_ = np.isfinite(self.forecast.backlog).nonzero()[0].tolist()
-        return {self.names[each]: (self._terms(each), self._prefill(each)) for each in open_}
+        return {self.names[each]: self._terms(each) for each in open_}
 
     def explained(self, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """`all_terms` that are known, by the replica's name in `names`; JSON-able."""
@@ -184,13 +184,10 @@ class Choice:
             if math.isfinite(sum(terms))
         }
 
-    def _prefill(self, number: int) -> Prefill | None:
-        left = self.forecast.left
-        return None if left is None or not left[number] else self.forecast.prefill
-
-    def _terms(self, number: int) -> Terms:
+    def _terms(self, number: int) -> tuple[Terms, Prefill | None]:
         found = self.forecast
-        return Terms(*(float(each[number]) for each in (found.backlog, found.fetch, found.compute)))
+        terms = (float(each[number]) for each in (found.backlog, found.fetch, found.compute))
+        return Terms(*terms), found.prefill if found.left[number] else None
 
 
 def held_runs(
@@ -246,7 +243,8 @@ def forecast(
         return np.where(fetches, fetch, 0.0), np.where(fetches, rest, alone)
 
     work = np.add(*at(np.array(loads.typical)))
-    return Forecast(prompt, fetchable, runs, loads.backlog(now), *at(loads.rates), work)
+    left = np.zeros(len(runs), np.bool_)
+    return Forecast(prompt, fetchable, runs, loads.backlog(now), *at(loads.rates), work, left)
 
 
 def work_weight(busy: float, waiting: float) -> float:
@@ -296,7 +294,7 @@ def _one_of(equals: Counts, loads: Loads, source: random.Random, preferred: str)
 
 
 def _reason(found: Forecast, number: int) -> str:
-    if found.left is not None and found.left[number]:
+    if found.left[number]:
         return "prefill"
     longest = max(found.fetchable, int(found.runs.max()))
     if not longest:
