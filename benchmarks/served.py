@@ -42,12 +42,13 @@ _LOG = ROOT / "build" / "bench-served.log"
 _START_TIMEOUT = 480.0
 _STOP_TIMEOUT = 30.0
 _FIGURES = {
-    "request_throughput": "request_throughput",
-    "median_ttft": "median_ttft_ms",
-    "p99_ttft": "p99_ttft_ms",
-    "median_itl": "median_itl_ms",
-    "p99_itl": "p99_itl_ms",
+    "request_throughput": ("requests per second", 2),
+    "median_ttft_ms": ("time to first token, median, ms", 1),
+    "p99_ttft_ms": ("time to first token, p99, ms", 1),
+    "median_itl_ms": ("time between tokens, median, ms", 2),
+    "p99_itl_ms": ("time between tokens, p99, ms", 2),
 }
+"""vLLM's names of what is compared; titles and digits in the table."""
 
 
 def measure() -> dict[str, Any]:
@@ -68,7 +69,7 @@ def measure() -> dict[str, Any]:
                 for sharing in servers:  # warm up
                     run(sharing)
                 until = time.monotonic() + SECONDS
-                watched = {"request_throughput": WIDTH, "p99_itl": WIDTH}
+                watched = {"request_throughput": WIDTH, "p99_itl_ms": WIDTH}
                 made = pairs.until_known(pairs.in_turns(run), until=until, watched=watched)
                 found[name] = {"pairs": len(made), "compared": pairs.summary(made)}
     return {"datasets": found}
@@ -136,7 +137,7 @@ def bench(model: Path, port: int, dataset: str, seed: int) -> dict[str, float]:
         result = asyncio.run(serve.main_async(arguments))
     if result["completed"] != REQUESTS:
         raise RuntimeError(f"{result['completed']} of {REQUESTS} requests were answered")
-    return {name: float(result[key]) for name, key in _FIGURES.items()}
+    return {name: float(result[name]) for name in _FIGURES}
 
 
 def _lengths(dataset: str) -> Iterator[str]:
@@ -150,15 +151,6 @@ def _lengths(dataset: str) -> Iterator[str]:
     yield f"{option}-output-len={ANSWER_TOKENS}"
 
 
-_LINES = {
-    "request_throughput": ("requests per second", 2),
-    "median_ttft": ("time to first token, median, ms", 1),
-    "p99_ttft": ("time to first token, p99, ms", 1),
-    "median_itl": ("time between tokens, median, ms", 2),
-    "p99_itl": ("time between tokens, p99, ms", 2),
-}
-
-
 def markdown(part: dict[str, Any]) -> str:
     """Ratios are geometric means over the pairs, with 95 % confidence intervals."""
     return table(
@@ -170,6 +162,6 @@ def markdown(part: dict[str, Any]) -> str:
                 *pairs.cells(found["compared"][name], digits=digits),
             )
             for dataset, found in part["datasets"].items()
-            for name, (title, digits) in _LINES.items()
+            for name, (title, digits) in _FIGURES.items()
         ),
     )
