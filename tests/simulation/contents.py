@@ -79,7 +79,7 @@ def ages(numbers: Numbers) -> Numbers:
 
 
 class Group(NamedTuple):
-    """A KV-cache group. A group without a `window` keeps all blocks."""
+    """A KV-cache group."""
 
     spec: KVCacheSpec
     names: list[str]
@@ -90,9 +90,11 @@ class Group(NamedTuple):
     def is_recurrent(self) -> bool:
         return isinstance(self.spec, MambaSpec)
 
-    @property
-    def window(self) -> int | None:
-        return self.spec.sliding_window if isinstance(self.spec, SlidingWindowSpec) else None
+    def reach(self, start: int) -> int:
+        """How many of the `start` tokens before it a token reads. A state stands for all."""
+        if self.is_recurrent:
+            return 1
+        return self.spec.sliding_window - 1 if isinstance(self.spec, SlidingWindowSpec) else start
 
     def numbers(self, hashes: Numbers, age: int) -> Numbers:
         """What the layers hold for tokens with these `hashes`; shape (layers, tokens)."""

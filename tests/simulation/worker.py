@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.engine.vllm_scheduler import output_of, starts_of
-from tests.simulation.contents import BLOCK_TOKENS, LAYERS, Group, Layout, Numbers, Text, ages
+from tests.simulation.contents import BLOCK_TOKENS, LAYERS, Layout, Numbers, Text, ages
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.worker import HostWorker
 from xinference_xavier.pool.region import Region
@@ -105,7 +105,6 @@ class _Running:
         self.text = text
         self.tables = [list(table) for table in blocks]
         self.age = age
-        self.state_block: int | None = None  # the place of the running state in its table
 
 
 class ModelRunner:
@@ -197,86 +196,45 @@ class ModelRunner:
 
     def _compute(self, req_id: str, start: int, end: int, begins: bool) -> None:
         running = self._running[req_id]
-        for number, group in enumerate(self._groups):
-            if group.is_recurrent:
-                age = self._read_state(req_id, number, start)
-            else:
-                first = 0 if group.window is None else max(0, start - group.window + 1)
-                age = self._read(req_id, number, first, start)
-            running.age = min(running.age, age)
+        for number in range(len(self._groups)):
+            running.age = min(running.age, self._read(req_id, number, start))
         if begins and running.age < self._oldest_allowed():
             raise WrongBytesError(
                 f"{req_id} begins at token {start} with what weights {running.age} computed, after "
                 f"all caches were reset for weights {self._oldest_allowed()}"
             )
         for number, group in enumerate(self._groups):
-            hashes = running.text.hashes(start, end)
-            if group.is_recurrent:
-                self._write_state(running, number, start, end)
-            else:
-                blocks, places = self._places(running, number, start, end)
-                if 0 in blocks:
-                    raise WrongBytesError(f"{req_id} writes to no block: {running.tables[number]}")
-                for cache, numbers in zip(
-                    self._caches, group.numbers(hashes, running.age), strict=True
-                ):
-                    cache[blocks, places] = numbers
+            first = end - 1 if group.is_recurrent else start
+            blocks, places = self._places(running, number, first, end)
+            if 0 in blocks:
+                raise WrongBytesError(f"{req_id} writes to no block: {running.tables[number]}")
+            written = group.numbers(running.text.hashes(first, end), running.age)
+            for cache, numbers in zip(self._caches, written, strict=True):
+                cache[blocks, places] = numbers
 
     def _places(
         self, running: _Running, number: int, first: int, last: int
     ) -> tuple[_Places, _Places]:
+        """The blocks of these tokens, and the places there. A state is at the beginning of the
+        block of its last token."""
         tokens = np.arange(first, last)
         table = np.array(running.tables[number], dtype=np.int64)
-        return table[tokens // BLOCK_TOKENS], tokens % BLOCK_TOKENS
+        places = tokens % BLOCK_TOKENS * (not self._groups[number].is_recurrent)
+        return table[tokens // BLOCK_TOKENS], places
 
-    def _read(self, req_id: str, number: int, first: int, last: int) -> int:
-        """Attend to these tokens. Returns the age of the oldest."""
+    def _read(self, req_id: str, number: int, start: int) -> int:
+        """Read what the tokens from `start` on depend on. Returns the age of the oldest."""
         running, group = self._running[req_id], self._groups[number]
-        if first == last:
+        first = max(0, start - group.reach(start))
+        if first == start:
             return self._weights()
-        blocks, places = self._places(running, number, first, last)
+        blocks, places = self._places(running, number, first, start)
         found = np.stack([cache[blocks, places] for cache in self._caches])
-        return self._check(req_id, group, found, first, last, blocks)
-
-    def _check(
-        self,
-        req_id: str,
-        group: Group,
-        found: Numbers,
-        first: int,
-        last: int,
-        blocks: _Places,
-    ) -> int:
         self.reads += found.size
-        if faults := group.faults(found, self._running[req_id].text.hashes(first, last)):
+        if faults := group.faults(found, running.text.hashes(first, start)):
             where = [(first + fault, int(blocks[fault])) for fault in faults[:8]]
             raise WrongBytesError(
                 f"{req_id} reads from {group.names[0]} what is not its own, at (token, block) "
-                f"{where}; it attends to tokens {first} to {last - 1}"
+                f"{where}; it attends to tokens {first} to {start - 1}"
             )
         return int(ages(found).min())
-
-    # -- recurrent states ---------------------------------------------------------------------
-
-    def _read_state(self, req_id: str, number: int, start: int) -> int:
-        """The state after `start` tokens, which is in the block where the last step left it, or
-        where a hit ends."""
-        running = self._running[req_id]
-        if start == 0:
-            return self._weights()
-        place = running.state_block
-        if place is None:
-            place = (start - 1) // BLOCK_TOKENS
-        block = running.tables[number][place]
-        found = np.stack([cache[block, :1] for cache in self._caches])
-        return self._check(req_id, self._groups[number], found, start - 1, start, np.array([block]))
-
-    def _write_state(self, running: _Running, number: int, start: int, end: int) -> None:
-        place = (end - 1) // BLOCK_TOKENS
-        block = running.tables[number][place]
-        if block == 0:
-            raise WrongBytesError(f"no block for the state after token {end - 1}, from {start}")
-        running.state_block = place
-        numbers = self._groups[number].numbers(running.text.hashes(end - 1, end), running.age)
-        for cache, state in zip(self._caches, numbers, strict=True):
-            cache[block, :1] = state
