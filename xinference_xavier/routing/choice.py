@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xinference_xavier.routing.load import Floats, Loads, Numbers
+from xinference_xavier.routing.load import Floats, Loads, Numbered
 
 
 def with_prefill_replicas(
@@ -79,11 +79,8 @@ MOST_BUSY = 0.95  # beyond it the estimate says little
 Counts = NDArray[np.int64]
 
 
-class Holdings(Protocol):
+class Holdings(Numbered, Protocol):
     """Who holds what, such as `Mirror`. Sets have a bit for each replica's number."""
-
-    @property
-    def sets(self) -> Numbers: ...
 
     def full_set(self, key: bytes) -> int:
         """The replicas that hold `key`."""
