@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.routing.holdings import Held
 from xinference_xavier.mirror import PIECE, Mirror, PeerSets
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 from xinference_xavier.routing.load import IN_TRANSIT, Loads, Rates, Report
@@ -13,14 +14,9 @@ from xinference_xavier.stats.schema import KnownLoad
 RATES = Rates(0.001)
 
 
-class Index:
-    def __init__(self) -> None:
-        self.sets = PeerSets()
-
-
 @pytest.fixture
 def loads() -> Loads:
-    return Loads(Index())
+    return Loads(Held({}))
 
 
 def report(made: float, seconds: float | None = 0.0, requests: int = 0, **fields: object) -> Report:
@@ -81,7 +77,7 @@ def test_a_replica_at_its_limit_gets_nothing_until_a_request_ends(loads: Loads) 
 
 def test_it_says_what_each_replica_has_to_do() -> None:
     """Only of those that report. One at its limit has work, too."""
-    loads = Loads(Index())
+    loads = Loads(Held({}))
     loads.report("silent", report(1.0, 100.0))
     loads.report("a", report(10.0, 3.0, requests=2), limit=3)
     loads.report("b", report(10.0))
@@ -150,7 +146,7 @@ def test_what_is_typical_changes_with_what_others_measure(loads: Loads) -> None:
 
 
 def test_loads_follow_the_numbers_of_the_index() -> None:
-    index = Index()
+    index = Held({})
     loads = Loads(index)
     loads.report("a", report(10.0, 1.0))
     loads.report("b", report(10.0, 2.0))
@@ -173,7 +169,7 @@ def test_loads_follow_the_numbers_of_the_index() -> None:
 
 
 def test_a_number_without_a_replica_gets_nothing() -> None:
-    index = Index()
+    index = Held({})
     index.sets.bit("silent")
     loads = Loads(index)
     loads.report("a", report(10.0))
