@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import psutil
@@ -131,14 +130,9 @@ class LocalCluster:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         leftovers = self.stop()
-        if error is None and leftovers != Leftovers((), ()):
+        if kind is None and leftovers != Leftovers((), ()):
             raise self._error(f"had to be removed by force: {leftovers}")
 
     @property
