@@ -75,9 +75,7 @@ async def test_a_known_prefix_draws_requests_while_its_replica_is_not_busy() -> 
     cluster.tell(cluster.load(owner, 60.0))
     elsewhere = await route(cluster, text)
     assert (elsewhere.replica == owner, elsewhere.choice.reason) == (False, "fetch")
-    assert (
-        elsewhere.choice.terms.fetch < 0.1 < elsewhere.choice.all_terms[f"{owner} now"][0].backlog
-    )
+    assert elsewhere.choice.terms.fetch < 0.1 < cluster.router.explain(text)[owner]["backlog"]
 
 
 async def test_a_request_follows_another_with_the_same_new_text() -> None:

@@ -63,8 +63,8 @@ def test_between_idle_replicas_the_one_that_holds_the_prefix() -> None:
     choice = chosen(Held({"a": [], "b": KEYS[:5]}), {"a": 0.0, "b": 0.0})
     assert (choice.replica, choice.reason) == ("b", "local")
     assert choice.terms == pytest.approx((0.0, 0.0, 0.5))
-    terms, _ = choice.all_terms["a"]
-    assert terms == pytest.approx((0.0, 0.06, 0.5))
+    other = choice.explained({"a": "A", "b": "B"})["A"]
+    assert other == pytest.approx({"backlog": 0.0, "fetch": 0.06, "compute": 0.5})
 
 
 def test_a_busy_owner_is_copied_from() -> None:

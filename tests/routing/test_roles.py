@@ -104,9 +104,10 @@ def test_a_prefill_replica_answers_only_if_nobody_else_can() -> None:
 def test_a_choice_tells_who_could_answer_and_who_would_prefill() -> None:
     cluster = Cluster()
     busy(cluster, "d")
-    found = cluster.choose().all_terms
-    assert found.keys() == {"d", "e"}
-    assert (found["d"][1], found["e"][1]) == (Prefill("p", 0.0, pytest.approx(1.0)), None)
+    found = cluster.choose().explained({name: name.upper() for name in "pde"})
+    assert found.keys() == {"D", "E"}
+    assert found["D"]["prefill"] == "P"
+    assert "prefill" not in found["E"]
 
 
 def test_without_a_prefill_replica_the_others_do_it_all() -> None:

@@ -21,7 +21,6 @@ decode replica fetches the chunks meanwhile, and only this request waits, perhap
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,22 +163,16 @@ class Choice:
         """Set if a prefill replica computes the prompt."""
         return self._terms(self.number)[1]
 
-    @property
-    def all_terms(self) -> Mapping[str, tuple[Terms, Prefill | None]]:
-        """The terms of every replica that could have been chosen."""
-        open_ = np.isfinite(self.forecast.backlog).nonzero()[0].tolist()
-        return {self.names[each]: self._terms(each) for each in open_}
-
     def explained(self, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """`all_terms` that are known, by the replica's name in `names`; JSON-able."""
-        return {
-            names[replica]: {
-                **terms._asdict(),
-                **({} if prefill is None else {"prefill": names[prefill.replica]}),
-            }
-            for replica, (terms, prefill) in self.all_terms.items()
-            if math.isfinite(sum(terms))
-        }
+        """The terms of every replica that could have been chosen, by its name in `names`, as far
+        as they are known; JSON-able."""
+        found: dict[str, dict[str, Any]] = {}
+        for number in np.isfinite(self.forecast.total).nonzero()[0].tolist():
+            terms, prefill = self._terms(number)
+            told = found[names[self.names[number]]] = terms._asdict()
+            if prefill is not None:
+                told["prefill"] = names[prefill.replica]
+        return found
 
     def _terms(self, number: int) -> tuple[Terms, Prefill | None]:
         found = self.forecast
