@@ -3,6 +3,7 @@ waits in order of arrival."""
 
 import random
 from collections import Counter
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -32,7 +33,7 @@ class Cluster:
             self.router.loads.report(name, Report(0.0, 0, 0.0, 0, RATES), limit=8)
 
     def report(
-        self, names: str, made: float, backlog: float = 0.0, requests: int = 0, **more: float
+        self, names: str, made: float, backlog: float = 0.0, requests: int = 0, **more: Any
     ) -> None:
         for name in names:
             self.router.loads.report(name, Report(made, 0, backlog, requests, RATES, **more))
@@ -178,6 +179,23 @@ def test_a_request_is_at_one_replica_and_ends_once(cluster: Cluster) -> None:
         cluster.router.ended("1")
     assert cluster.router.loads.known(0.0)[choice.replica].requests == 1
     cluster.router.answered("1")
+
+
+def test_a_prompt_whose_answer_has_begun_is_no_work_any_more(cluster: Cluster) -> None:
+    """The next report does not have it."""
+    replica = cluster.send(prompt("chat"), now=0.0).replica
+    cluster.router.answered("1")
+    cluster.report(replica, 0.1, known=())
+    assert cluster.router.loads.known(0.1)[replica].backlog_s == 0.0
+
+
+def test_a_request_that_has_moved_does_not_move_again_after_a_replica_that_had_not_begun(
+    cluster: Cluster,
+) -> None:
+    choice = cluster.send(prompt("chat"))
+    for begun, moves in ((True, True), (False, True), (True, False)):
+        assert cluster.router.failed("1", begun=begun) == moves
+        cluster.router.sent("1", choice, 0.0)
 
 
 def test_nothing_is_expected_of_a_replica_that_has_another_number(cluster: Cluster) -> None:
