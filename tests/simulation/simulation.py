@@ -1,8 +1,10 @@
 """Runs one replica through random events, with what other threads do at random moments.
 
-Everything that is random comes from one generator, so that a seed always gives the same run:
+Everything that is random comes from one generator, so that a seed always gives the same run in one
+process. Between processes, the order of Python's sets may differ, and with it some runs, unless
+they have the same `PYTHONHASHSEED`:
 
-    python -m tests.simulation 4711
+    PYTHONHASHSEED=0 python -m tests.simulation 4711
 
 prints what happened. A run ends when all requests have their answers, and checks that nothing is
 left.
