@@ -8,14 +8,7 @@ import pytest
 
 from tests.logged import messages
 from xinference_xavier.runtime import aio
-from xinference_xavier.runtime.aio import (
-    LoopThread,
-    Rollback,
-    finishing,
-    retrieve,
-    spawn,
-    within,
-)
+from xinference_xavier.runtime.aio import LoopThread, Rollback, finishing, retrieve, spawn, within
 
 
 class Stubborn:

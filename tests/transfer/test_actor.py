@@ -7,19 +7,9 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from tests.transfer.sides import (
-    NOBODY,
-    PATIENCE,
-    SECRET,
-    Side,
-    Sides,
-)
+from tests.transfer.sides import NOBODY, PATIENCE, SECRET, Side, Sides
 from xinference_xavier.errors import LinkError
-from xinference_xavier.protocol.transfer import (
-    PROTOCOL_VERSION,
-    Endpoint,
-    PullResult,
-)
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, Endpoint, PullResult
 from xinference_xavier.transfer.__main__ import load_transport
 from xinference_xavier.transfer.transports.base import Acceptance, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport

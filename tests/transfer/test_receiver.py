@@ -24,10 +24,7 @@ from tests.transfer.sides import (
     Sides,
 )
 from xinference_xavier.errors import LinkError
-from xinference_xavier.protocol.transfer import (
-    TRANSFER_UID,
-    PullResult,
-)
+from xinference_xavier.protocol.transfer import TRANSFER_UID, PullResult
 from xinference_xavier.runtime.net import listen
 from xinference_xavier.transfer import links
 from xinference_xavier.transfer.transports.base import Check

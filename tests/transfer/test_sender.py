@@ -9,24 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transfer.sides import (
-    HOST,
-    NOBODY,
-    PATIENCE,
-    ROW_BYTES,
-    ROWS,
-    SECRET,
-    Kind,
-    Side,
-    Sides,
-)
+from tests.transfer.sides import HOST, NOBODY, PATIENCE, ROW_BYTES, ROWS, SECRET, Kind, Side, Sides
 from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import (
-    PROTOCOL_VERSION,
-    PullResult,
-    Ticket,
-)
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, PullResult, Ticket
 from xinference_xavier.transfer import links
 from xinference_xavier.transfer.links import close_link
 from xinference_xavier.transfer.transports.shared_memory import DonorLink
