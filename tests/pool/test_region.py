@@ -290,10 +290,7 @@ def test_a_server_of_another_user_is_refused(
 
 
 def test_two_engines_cannot_have_one_incarnation(region: Region, incarnation: str) -> None:
-    with (
-        closing(RegionServer(region, incarnation)),
-        pytest.raises(OSError, match="in use"),
-    ):
+    with closing(RegionServer(region, incarnation)), pytest.raises(OSError, match="in use"):
         RegionServer(region, incarnation)
     RegionServer(region, incarnation).close()
 

@@ -47,11 +47,7 @@ def test_one_that_lasts_is_logged_again_with_its_count(
     conditions.warn("a", "a failed: %s", "why")
     clock.now += REMINDER_INTERVAL
     conditions.warn("a", "a failed: %s", "why")
-    assert messages(caplog) == [
-        "a failed: why",
-        "a failed: why repeated=4",
-        "a failed: why",
-    ]
+    assert messages(caplog) == ["a failed: why", "a failed: why repeated=4", "a failed: why"]
 
 
 def test_memory_is_bounded_and_the_oldest_conditions_are_forgotten(

@@ -45,11 +45,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "gloo": Kind(
-        GlooTransport,
-        faults.CorruptingGloo,
-        faults._FaultyGloo,
-        faults.StallingGloo,
-        GlooTransport,
+        GlooTransport, faults.CorruptingGloo, faults._FaultyGloo, faults.StallingGloo, GlooTransport
     ),
     "shared_memory": Kind(
         SharedMemoryTransport,
@@ -167,12 +163,7 @@ class Sides:
             [new(region, HOST, None) for new in transports or (self.kind.plain,)]
         )
         actor = await xoscar.create_actor(
-            TransferActor,
-            startup,
-            region,
-            choice,
-            address=pool.external_address,
-            uid=TRANSFER_UID,
+            TransferActor, startup, region, choice, address=pool.external_address, uid=TRANSFER_UID
         )
         if secret is not None:
             await actor.configure(secret)

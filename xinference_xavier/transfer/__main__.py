@@ -41,12 +41,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
 
     def __init__(self, startup: Startup, region: Region, selector: TransportSelector) -> None:
         super().__init__()
-        self._context = LinkContext(
-            startup.incarnation,
-            region,
-            selector,
-            RateLimitedLog(logger),
-        )
+        self._context = LinkContext(startup.incarnation, region, selector, RateLimitedLog(logger))
         self._receiver = Receiver(self._context)
         self._sender = Sender(self._context, bytes.fromhex(startup.key))
         # Called by our engine:

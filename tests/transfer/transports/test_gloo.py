@@ -214,10 +214,7 @@ def test_a_malformed_rendezvous_is_refused_before_anything_starts(there: Side, p
 
 
 def test_half_links_that_come_to_nothing_leave_few_sockets(
-    here: Side,
-    there: Side,
-    threads: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
+    here: Side, there: Side, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which side connects depends on their ports, so both sides are donors in turn. A connection
     for a consumer that gave up stays in its device."""
