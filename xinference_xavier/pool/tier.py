@@ -8,7 +8,7 @@ them, until it commits them, pinned once, or aborts them. If a slot may still be
 fetch has ended, the tier quarantines its row first.
 
 Life cycle: a tier is made with its pool. It is `ready` while it can load, which may change back and
-forth. Its owner closes it.
+forth. Its owner closes it; fetches under way end by their deadlines.
 
 Threading: the scheduler thread calls every method here, and each returns at once. A tier works in
 threads of its own and reports through the `Fetch`, which one thread writes and any thread reads.
@@ -73,21 +73,16 @@ class Tier(ABC):
     """The sources that hold a chunk, as a set: the bits of an integer. Only a hint: a stale one
     costs a failed fetch. Not a method, because one more call would take as long as the lookup."""
 
+    @abstractmethod
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
         """The number of leading `keys` that one source of the set `among` holds, and the set of
         sources that hold all of them: `among` if the number is 0."""
-        common = among
-        for count, key in enumerate(keys):
-            if not (having := common & self.holders(key)):
-                return count, common
-            common = having
-        return len(keys), common
 
     @property
+    @abstractmethod
     def peer_disks(self) -> int:
         """The sources that are disks of peers: slower than any other, and only asked for what no
         other has."""
-        return 0
 
     @property
     def disks(self) -> int:
@@ -118,15 +113,16 @@ class Tier(ABC):
         """Begin to fill the reserved rows from `source`. Returns None, with the rows aborted, if
         the tier is closed or overloaded."""
 
+    @abstractmethod
     def can_load_from(self, source: str) -> bool:
         """Whether `source` is there now and may be loaded from, if it holds anything."""
-        return False
 
+    @abstractmethod
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
         """Ask whether somebody else is computing the chunks; None if there is nobody to ask."""
-        return None
 
-    def release_claim(self, claim: Claim) -> None:  # noqa: B027  # no claims, nothing to release
+    @abstractmethod
+    def release_claim(self, claim: Claim) -> None:
         """The request behind the claim has ended."""
 
     @abstractmethod
@@ -140,7 +136,3 @@ class Tier(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget all chunks: the engine's weights may have changed."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Refuse further work. Fetches under way end by their deadlines."""
