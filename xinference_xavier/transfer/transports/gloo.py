@@ -178,9 +178,6 @@ class _ExchangedStore(Store):
             if not self.check(keys):
                 raise LinkTimeoutError("the peer's part of the rendezvous did not arrive in time")
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout.total_seconds()
-
     def own_part(self) -> bytes:
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._own), self._timeout):
