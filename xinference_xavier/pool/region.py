@@ -173,7 +173,6 @@ class RegionServer:
         except OSError:
             self._listener.close()
             raise
-        self.refused = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="xavier-region", daemon=True)
         self._thread.start()
@@ -189,14 +188,11 @@ class RegionServer:
                 log.warn("accept", "cannot hand over the pool yet: error=%r", error)
                 self._closing.wait(_ACCEPT_PAUSE)
                 continue
-            with peer:
-                try:
-                    peer.settimeout(1.0)
-                    check_same_user(peer)
-                    _hand_over(peer, self._region, self._region.fd)
-                    peer.sendall(self._note)
-                except (OSError, RegionError):
-                    self.refused += 1
+            with peer, suppress(OSError, RegionError):
+                peer.settimeout(1.0)
+                check_same_user(peer)
+                _hand_over(peer, self._region, self._region.fd)
+                peer.sendall(self._note)
 
     def close(self) -> None:
         self._closing.set()
