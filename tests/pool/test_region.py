@@ -11,9 +11,9 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -102,15 +102,11 @@ def test_a_note_comes_with_the_region(region: Region, incarnation: str, note: by
 
 
 def test_the_server_may_start_after_the_receiver(region: Region, incarnation: str) -> None:
-    received: list[Region] = []
-    receiving = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))
-    receiving.start()
-    server = RegionServer(region, incarnation)
-    receiving.join()
-    server.close()
-    region.row(0)[:] = 9
-    assert (received[0].row(0) == 9).all()
-    received[0].close()
+    with ThreadPoolExecutor(1) as threads:
+        receiving = threads.submit(receive_region, incarnation, 30)
+        with closing(RegionServer(region, incarnation)), closing(receiving.result()) as received:
+            region.row(0)[:] = 9
+            assert (received.row(0) == 9).all()
 
 
 def test_without_a_server_receiving_times_out(incarnation: str) -> None:
@@ -179,11 +175,10 @@ def test_another_answer_is_refused_and_its_descriptor_closed(
             with server.accept()[0] as peer:
                 socket.send_fds(peer, [header], [fd])
 
-        serving = threading.Thread(target=answer)
-        serving.start()
-        with pytest.raises(RegionError, match=error):
-            receive_region(incarnation, 30)
-        serving.join()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(answer)
+            with pytest.raises(RegionError, match=error):
+                receive_region(incarnation, 30)
     assert descriptors_of(fd) == before
     os.close(fd)
 
@@ -212,19 +207,19 @@ def _serve_without_a_free_descriptor(pipe: Connection, incarnation: str) -> None
 
 
 def test_a_server_without_free_descriptors_serves_as_soon_as_it_has_some(incarnation: str) -> None:
-    received: list[Region] = []
-    receiving = threading.Thread(target=lambda: received.append(receive_region(incarnation, 30)))
-    with another_process(_serve_without_a_free_descriptor, incarnation) as (pipe, _):
+    with (
+        ThreadPoolExecutor(1) as threads,
+        another_process(_serve_without_a_free_descriptor, incarnation) as (pipe, _),
+    ):
         assert pipe.recv() == "full"
         # The kernel may have reserved a descriptor for the first one.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
             first.connect(region_module._socket_name(incarnation))
             assert "Too many open files" in pipe.recv()
-            receiving.start()
+            receiving = threads.submit(receive_region, incarnation, 30)
             pipe.send("go on")
-            receiving.join()
-        assert [region.size for region in received] == [ROWS * ROW_BYTES]
-        received[0].close()
+            with closing(receiving.result()) as received:
+                assert received.size == ROWS * ROW_BYTES
 
 
 def descriptors_of(own: int) -> int:
@@ -278,10 +273,15 @@ def test_a_region_needs_rows(rows: int, row_bytes: int) -> None:
         Region.create(rows, row_bytes)
 
 
-def test_populating_keeps_the_bytes(region: Region) -> None:
+@pytest.mark.parametrize("advice", [region_module._MADV_POPULATE_WRITE, 9999])
+def test_populating_keeps_the_bytes_on_older_kernels_too(
+    region: Region, monkeypatch: pytest.MonkeyPatch, advice: int
+) -> None:
+    monkeypatch.setattr(region_module, "_MADV_POPULATE_WRITE", advice)
     region.row(5)[:] = np.arange(ROW_BYTES) % 251
     region.populate()
     assert (region.row(5) == np.arange(ROW_BYTES) % 251).all()
+    assert not region.row(4).any()
     assert os.fstat(region.fd).st_blocks * 512 >= region.size
 
 
@@ -308,15 +308,6 @@ def test_populating_maps_another_process_s_pages(region: Region, mode: int) -> N
 def test_populating_stops_when_it_is_not_wanted(region: Region) -> None:
     region.populate(lambda: False)
     assert os.fstat(region.fd).st_blocks == 0
-
-
-def test_populating_works_on_older_kernels(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_module, "_MADV_POPULATE_WRITE", 9999)
-    region.row(5)[:] = 251
-    region.populate()
-    assert (region.row(5) == 251).all()
-    assert not region.row(4).any()
-    assert os.fstat(region.fd).st_blocks * 512 >= region.size
 
 
 def test_a_checksum_covers_bytes_and_key(region: Region) -> None:
@@ -396,16 +387,8 @@ def test_they_use_the_processors_of_all_threads_of_the_process() -> None:
 
 if __name__ == "__main__":
     other, own = json.loads(sys.argv[1])
-    bound, done = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        os.sched_setaffinity(0, other)
-        bound.set()
-        done.wait()
-
-    staying = threading.Thread(target=stay)
-    staying.start()
-    bound.wait()
-    os.sched_setaffinity(0, own)
-    print(json.dumps(processors_of_threads()))
-    done.set()
+    # Its thread stays until the end.
+    with ThreadPoolExecutor(1) as another:
+        another.submit(os.sched_setaffinity, 0, other).result()
+        os.sched_setaffinity(0, own)
+        print(json.dumps(processors_of_threads()))
