@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.transfer.transports.links import Link, Side
+from tests.transfer.transports.links import Halves, Link, Side
 from xinference_xavier.transfer.transports.base import Transport
 
 
@@ -28,6 +28,14 @@ def there(transport: type[Transport]) -> Iterator[Side]:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as threads:
         yield threads
+
+
+@pytest.fixture
+def halves(here: Side, there: Side, threads: ThreadPoolExecutor) -> Iterator[Halves]:
+    """Whatever waits for the other half ends before the `threads` do."""
+    halves = Halves.make(here, there)
+    yield halves
+    halves.withdraw()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,29 @@ class Side(NamedTuple):
         return cls(region, transport(region, HOST, None))
 
 
+class Halves(NamedTuple):
+    """A link that is not complete yet."""
+
+    offer: Any
+    acceptance: Any
+
+    @classmethod
+    def make(cls, consumer: Side, donor: Side) -> Halves:
+        offer = consumer.transport.offer(SECRET, later())
+        return cls(offer, donor.transport.accept(offer.hello, SECRET, later()))
+
+    def complete(self, threads: ThreadPoolExecutor) -> tuple[Future[Any], Future[Any]]:
+        """Both ends."""
+        return (
+            threads.submit(self.offer.complete, self.acceptance.answer, later()),
+            threads.submit(self.acceptance.complete, later()),
+        )
+
+    def withdraw(self) -> None:
+        self.offer.withdraw()
+        self.acceptance.withdraw()
+
+
 class Link(NamedTuple):
     consumer: Any
     donor: Any
@@ -49,14 +72,12 @@ class Link(NamedTuple):
 
     @classmethod
     def make(cls, consumer: Side, donor: Side, threads: ThreadPoolExecutor) -> Link:
-        offer = consumer.transport.offer(SECRET, later())
-        acceptance = donor.transport.accept(offer.hello, SECRET, later())
-        donors = threads.submit(acceptance.complete, later())
+        halves = Halves.make(consumer, donor)
         try:
-            return cls(offer.complete(acceptance.answer, later()), donors.result(), threads)
+            ours, theirs = halves.complete(threads)
+            return cls(ours.result(), theirs.result(), threads)
         except Exception:
-            offer.withdraw()
-            acceptance.withdraw()
+            halves.withdraw()
             raise
 
     def move(

@@ -17,6 +17,7 @@ from tests.transfer.transports.links import (
     ROW_BYTES,
     ROWS,
     SECRET,
+    Halves,
     Link,
     Side,
     later,
@@ -78,18 +79,15 @@ class TestThreads:
 
     def test_a_link_that_was_never_completed_has_none(self, here: Side, there: Side) -> None:
         before = gloo_threads()
-        offer = here.transport.offer(SECRET, later())
-        acceptance = there.transport.accept(offer.hello, SECRET, later())
-        offer.set_peer_part(acceptance.answer)
+        halves = Halves.make(here, there)
+        halves.offer.set_peer_part(halves.acceptance.answer)
         wait_until(lambda: gloo_threads() == before + 4, "Gloo has connected both")
-        offer.withdraw()
-        acceptance.withdraw()
+        halves.withdraw()
         wait_until(lambda: gloo_threads() == before, "its threads have ended")
 
     def test_a_link_whose_other_side_gave_up_has_none(self, here: Side, there: Side) -> None:
         before = gloo_threads()
-        offer = here.transport.offer(SECRET, later())
-        acceptance = there.transport.accept(offer.hello, SECRET, later())
+        offer, acceptance = Halves.make(here, there)
         with pytest.raises(LinkError) as failure:
             acceptance.complete(soon())
         acceptance.withdraw()
@@ -117,23 +115,16 @@ def test_only_the_donor_s_own_answer_completes_a_link(here: Side, there: Side) -
 
 @pytest.mark.parametrize("stranger", ["consumer", "donor"])
 def test_a_stranger_that_connects_gets_no_link(
-    here: Side, there: Side, threads: ThreadPoolExecutor, stranger: str
+    here: Side, halves: Halves, threads: ThreadPoolExecutor, stranger: str
 ) -> None:
     """Without a link no row moves: the side that knows the secret refuses, so neither has one."""
     before = here.region.array.copy()
-    offer = here.transport.offer(SECRET, later())
-    acceptance = there.transport.accept(offer.hello, SECRET, later())
-    answer = acceptance.answer
+    offer, acceptance = halves
     (offer if stranger == "consumer" else acceptance)._secret = b"wrong"
-    offer.set_peer_part = lambda sealed: offer._store.set_peer_part(sealed[32:])  # type: ignore[method-assign]
-    for end in (
-        threads.submit(offer.complete, answer, later()),
-        threads.submit(acceptance.complete, later()),
-    ):
+    offer.set_peer_part = lambda sealed: offer._store.set_peer_part(sealed[32:])
+    for end in halves.complete(threads):
         with pytest.raises(LinkError, match="does not know this model's secret"):
             end.result()
-    offer.withdraw()
-    acceptance.withdraw()
     assert np.array_equal(here.region.array, before)
 
 
@@ -143,16 +134,12 @@ def test_a_recorded_proof_is_worthless_on_another_link(
     """Proofs cover both parts of the rendezvous, which are new for each link."""
     transcripts = set()
     for _ in range(2):
-        offer = here.transport.offer(SECRET, later())
-        acceptance = there.transport.accept(offer.hello, SECRET, later())
-        ends = (
-            threads.submit(offer.complete, acceptance.answer, later()),
-            threads.submit(acceptance.complete, later()),
-        )
-        for end in ends:
+        halves = Halves.make(here, there)
+        for end in halves.complete(threads):
             end.result().close()
-        assert offer._store.transcript() == acceptance._store.transcript()
-        transcripts.add(offer._store.transcript())
+        ours, theirs = (half._store.transcript() for half in halves)
+        assert ours == theirs
+        transcripts.add(ours)
     assert len(transcripts) == 2
 
 
@@ -181,11 +168,6 @@ def test_a_missing_row_ends_the_link_at_the_deadline(link: Link, here: Side) -> 
     with pytest.raises(LinkError):
         receive(link, [2])
     assert (here.region.array == SENTINEL).all()
-
-
-def test_a_row_that_nobody_takes_ends_the_link_at_the_deadline(link: Link) -> None:
-    with pytest.raises(LinkTimeoutError):
-        link.donor.send([0, 1], soon())
 
 
 def test_closing_ends_blocked_calls_and_is_idempotent(

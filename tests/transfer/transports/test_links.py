@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from tests.harness.replicas import wait_until
-from tests.transfer.transports.links import ROWS, SECRET, Link, Side, later
+from tests.transfer.transports.links import ROWS, SECRET, Halves, Link, Side, later, soon, unchecked
 from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.transfer.transports import gloo
 from xinference_xavier.transfer.transports.base import PROOF_BYTES, Transport, prove, verify
@@ -63,6 +64,35 @@ def test_rows_before_one_that_is_wrong_count(link: Link) -> None:
 def test_a_deadline_in_the_past_ends_the_wait_soon(link: Link) -> None:
     with pytest.raises(LinkTimeoutError):
         [*link.receive([0], [0], deadline=time.monotonic() - 10)]
+
+
+def test_a_donor_does_not_wait_for_ever_for_its_consumer(halves: Halves) -> None:
+    with pytest.raises(LinkTimeoutError):
+        halves.acceptance.complete(soon())
+
+
+@pytest.mark.parametrize("transport", [GlooTransport, NixlTransport], indirect=True)
+def test_a_donor_does_not_wait_for_ever_until_its_rows_are_taken(link: Link) -> None:
+    """Over shared memory, it does not wait at all."""
+    with pytest.raises(LinkTimeoutError):
+        link.donor.send([0, 1], soon())
+
+
+@pytest.mark.parametrize("transport", [NixlTransport, SharedMemoryTransport], indirect=True)
+def test_a_row_outside_of_the_donors_memory_is_refused(link: Link, here: Side) -> None:
+    before = here.region.array.copy()
+    with pytest.raises(LinkError, match=f"row {ROWS} is outside the donor"):
+        [*link.receive([0, 1], [0, ROWS])]
+    assert np.array_equal(here.region.array, before)
+
+
+def test_a_link_that_is_withdrawn_once_it_is_made_is_closed(
+    halves: Halves, threads: ThreadPoolExecutor
+) -> None:
+    consumer, _ = (end.result() for end in halves.complete(threads))
+    halves.offer.withdraw()
+    with pytest.raises(LinkError, match=r"the link (is|was) closed"):
+        [*consumer.receive([1], [1], unchecked, later())]
 
 
 def test_a_closed_link_takes_nothing(link: Link) -> None:
