@@ -5,8 +5,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,20 +62,19 @@ def region() -> Region:
     return Region.create(1, 4096)
 
 
-def choice(region: Region, *transports: type[NoTransport]) -> TransportSelector:
-    return TransportSelector([transport(region, "", None) for transport in transports])
+def choice(region: Region, *transports: type[NoTransport], **more: Any) -> TransportSelector:
+    return TransportSelector([transport(region, "", None) for transport in transports], **more)
 
 
 def names(
     choice: TransportSelector, host: str | None, donor: str = "donor", at: str = ADDRESS
 ) -> list[str]:
-    found: Sequence[NoTransport] = choice.candidates(donor, at, host)  # type: ignore[assignment]
-    return [transport.name for transport in found]
+    return [transport.name for transport in choice.candidates(donor, at, host)]
 
 
 def test_a_transport_that_failed_is_tried_again_after_ever_longer_pauses(region: Region) -> None:
     now = 0.0
-    both = TransportSelector([kind(region, "", None) for kind in (Near, Far)], clock=lambda: now)
+    both = choice(region, Near, Far, clock=lambda: now)
     for pause in (60, 120, 240, 480, 960, 960):
         both.record_fallback("donor", ADDRESS, both.named("near"), LinkError("no such socket"))
         now += pause - 1.0
@@ -103,9 +102,7 @@ def test_a_transport_that_failed_is_tried_at_once_with_another_transfer_process(
 
 def test_each_transport_fails_for_itself(region: Region) -> None:
     """What is reported is why a better one is not used."""
-    selector = TransportSelector(
-        [kind(region, "", None) for kind in (Near, Between, Far)], {"best": "no such device"}
-    )
+    selector = choice(region, Near, Between, Far, left_out={"best": "no such device"})
     assert names(selector, HERE) == ["near", "between", "far"]
     assert selector.obstacles("donor", ADDRESS, HERE) == {"best": "no such device"}
     selector.record_fallback("donor", ADDRESS, selector.named("between"), TimeoutError())
