@@ -84,18 +84,15 @@ class Holding:
         assert await asyncio.to_thread(self._begun.wait, PATIENCE)
 
 
-class Side:
+class Side(NamedTuple):
     """One replica's transfer actor, and the data of its engine."""
 
-    def __init__(
-        self, name: str, pool: Any, region: Region, actor: Any, key: bytes, host: str | None
-    ) -> None:
-        self.name = name
-        self.pool = pool
-        self.region = region
-        self.actor = actor
-        self.key = key
-        self.host = host
+    name: str
+    pool: Any
+    region: Region
+    actor: Any
+    key: bytes
+    host: str | None
 
     @property
     def rows(self) -> Any:
