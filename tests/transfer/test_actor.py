@@ -70,23 +70,22 @@ AUTO = (SharedMemoryTransport, GlooTransport)
 class TestAuto:
     """Shared memory where it works, Gloo where it does not, in the same fetch."""
 
-    async def test_donors_of_this_host_are_linked_by_shared_memory(self, sides: Sides) -> None:
-        consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        assert await consumer.actor.pull(consumer.order(donor, [1])) == PullResult(
-            1, None, "shared_memory"
-        )
-        stats = await consumer.actor.stats()
-        assert (stats["transport"], stats["fallbacks"]) == ("shared_memory", 0)
-
-    @pytest.mark.parametrize("says", [None, "another-boot 1 0"])
-    async def test_donors_of_other_hosts_are_linked_by_gloo(
-        self, sides: Sides, says: str | None
+    @pytest.mark.parametrize(
+        ("says", "transport"),
+        [
+            ({}, "shared_memory"),
+            ({"host": None}, "gloo"),
+            ({"host": "another-boot 1 0"}, "gloo"),
+        ],
+    )
+    async def test_donors_of_this_host_are_linked_by_shared_memory_others_by_gloo(
+        self, sides: Sides, says: dict[str, str | None], transport: str
     ) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        order = consumer.order(donor, [1], host=says)
-        assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
+        order = consumer.order(donor, [1], **says)
+        assert await consumer.actor.pull(order) == PullResult(1, None, transport)
         stats = await consumer.actor.stats()
-        assert (stats["transport"], stats["fallbacks"]) == ("gloo", 0)
+        assert (stats["transport"], stats["fallbacks"]) == (transport, 0)
 
     @pytest.mark.parametrize("near", [Elsewhere, Silent])
     async def test_a_donor_whose_memory_cannot_be_mapped_is_linked_by_gloo_at_once_and_later(
@@ -118,12 +117,6 @@ class TestAuto:
             "without": {"shared_memory": "memory not shared", "nixl": refusal},
         }
         assert stats["fallbacks"] == 1
-
-    async def test_a_short_fetch_leaves_time_for_the_second_try(self, sides: Sides) -> None:
-        consumer = await sides.start("consumer", *AUTO)
-        donor = await sides.start("donor", Silent, GlooTransport)
-        order = consumer.order(donor, [1], timeout=2.0)
-        assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
 
     async def test_without_the_secret_there_is_neither(self, sides: Sides) -> None:
         consumer = await sides.start("consumer", *AUTO, secret=b"other")
@@ -157,15 +150,9 @@ async def test_a_consumer_that_requires_shared_memory_learns_why_it_is_impossibl
 
 @pytest.mark.parametrize("kind", ["gloo"], indirect=True)
 async def test_a_transport_that_the_donor_lacks_is_refused(sides: Sides) -> None:
-    consumer = await sides.start("consumer")
-    near, both = await sides.start("near", SharedMemoryTransport), await sides.start("both", *AUTO)
-    assert await consumer.pull(near, [1]) == PullResult(0, "link")
-    for donor, name, offers in (
-        (near, "gloo", "offers shared_memory, not 'gloo'"),
-        (both, "tcp", "offers shared_memory or gloo, not 'tcp'"),
-    ):
-        with pytest.raises(LinkError, match=offers):
-            await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", name, b"", 1.0)
+    donor = await sides.start("donor", *AUTO)
+    with pytest.raises(LinkError, match="offers shared_memory or gloo, not 'tcp'"):
+        await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", "tcp", b"", 1.0)
 
 
 def test_a_transport_is_found_by_its_path() -> None:
