@@ -230,37 +230,29 @@ TIMES = (
 NAMES = st.just("ns") | anything
 INCARNATIONS = st.just("a") | anything
 PACKED = st.binary(max_size=16) | anything
-REPORTS = st.one_of(
-    st.tuples(st.just("ns"), st.just("a"), altered(LOAD)),
-    st.tuples(st.just("ns"), st.just("a"), st.just(LOAD), st.tuples(altered(PROMPT))),
-)
-"""A member's messages, each with one fault."""
 CALLS = st.one_of(
-    st.tuples(
-        st.just("join"),
-        st.tuples(NAMES, altered(MEMBER), st.just(4) | anything, altered(Settings())),
-    ),
-    st.tuples(st.just("leave"), st.tuples(NAMES, INCARNATIONS.filter(lambda name: name != "a"))),
-    st.tuples(st.just("heartbeat"), st.tuples(NAMES, INCARNATIONS, anything)),
-    st.tuples(
-        st.just("publish"), st.tuples(NAMES, INCARNATIONS, st.just(1) | anything, PACKED, PACKED)
-    ),
-    st.tuples(st.just("claim"), st.tuples(NAMES, INCARNATIONS, PACKED, st.just(1.0) | TIMES)),
-    st.tuples(st.just("release"), st.tuples(NAMES, INCARNATIONS, PACKED)),
-    st.tuples(st.just("replace"), st.tuples(NAMES, INCARNATIONS, st.just(1) | anything, PACKED)),
-    st.tuples(
-        st.just("watch"), st.tuples(NAMES, INCARNATIONS, anything, st.just(0) | anything, TIMES)
-    ),
-    st.tuples(st.just("report_startup_error"), st.tuples(anything, anything)),
-    st.tuples(st.just("pop_startup_error"), st.tuples(anything)),
-    st.tuples(st.just("set_enabled"), st.tuples(anything)),
-    st.tuples(st.just("set_routing"), st.tuples(st.just("off") | anything)),
-    st.tuples(st.just("report_load"), st.tuples(NAMES, INCARNATIONS, altered(LOAD), anything)),
-    st.tuples(st.just("report_load"), REPORTS),
-    st.tuples(
-        st.just("observe"),
-        st.tuples(anything, st.just(0) | anything, st.just(0) | anything, TIMES),
-    ),
+    *(
+        st.tuples(st.just(method), st.tuples(*arguments))
+        for method, *arguments in (
+            ("join", NAMES, altered(MEMBER), st.just(4) | anything, altered(Settings())),
+            ("leave", NAMES, INCARNATIONS.filter(lambda name: name != "a")),
+            ("heartbeat", NAMES, INCARNATIONS, anything),
+            ("publish", NAMES, INCARNATIONS, st.just(1) | anything, PACKED, PACKED),
+            ("claim", NAMES, INCARNATIONS, PACKED, st.just(1.0) | TIMES),
+            ("release", NAMES, INCARNATIONS, PACKED),
+            ("replace", NAMES, INCARNATIONS, st.just(1) | anything, PACKED),
+            ("watch", NAMES, INCARNATIONS, anything, st.just(0) | anything, TIMES),
+            ("report_startup_error", anything, anything),
+            ("pop_startup_error", anything),
+            ("set_enabled", anything),
+            ("set_routing", st.just("off") | anything),
+            ("report_load", NAMES, INCARNATIONS, altered(LOAD), anything),
+            # A member's messages, each with one fault:
+            ("report_load", st.just("ns"), st.just("a"), altered(LOAD)),
+            ("report_load", *map(st.just, ("ns", "a", LOAD)), st.tuples(altered(PROMPT))),
+            ("observe", anything, st.just(0) | anything, st.just(0) | anything, TIMES),
+        )
+    )
 )
 
 
