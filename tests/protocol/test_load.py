@@ -67,26 +67,31 @@ def serving_as(**fields: list[Any]) -> list[Any]:
     return [LOAD._replace(serving=serving) for serving in altered(SERVING, **fields)]
 
 
-def shown(message: object) -> str:
-    return f"{message!r:.60}"
+@pytest.mark.parametrize(
+    ("check", "messages"),
+    [
+        (check_load, [LOAD, Load(SERVING, 0, None, 0), Load(Serving(1, 0), 0, 0, 0)]),
+        (
+            check_prompts,
+            [
+                *((), (PROMPT,), (PROMPT,) * MAX_PROMPTS),
+                (PROMPT._replace(keys=bytes(MAX_PROMPT_KEYS * SHORT_KEY)),),
+            ],
+        ),
+        (check_observation, [OBSERVATION, Observation(None, 0, True, ())]),
+    ],
+    ids=["load", "prompts", "observation"],
+)
+def test_a_message_arrives_as_it_was(
+    check: Callable[[object], object], messages: list[object]
+) -> None:
+    for message in messages:
+        assert check(pickle.loads(pickle.dumps(message))) == message
 
 
-def refused(check: Callable[[object], object], message: object) -> None:
-    with pytest.raises(ValueError, match=r"^(malformed|keys )") as caught:
-        check(message)
-    assert len(str(caught.value)) < 1000, "however long the message is"
-
-
-class TestALoad:
-    def test_arrives_as_it_was(self) -> None:
-        assert check_load(pickle.loads(pickle.dumps(LOAD))) == LOAD
-
-    def test_of_an_engine_that_has_measured_nothing_is_short(self) -> None:
-        assert check_load(Load(SERVING, 0, None, 0)) == Load(SERVING, 0, None, 0, (), None, None)
-        assert check_load(Load(Serving(1, 0), 0, 0, 0)).serving == Serving(1, 0, None, "auto", 0)
-
-    @pytest.mark.parametrize(
-        "message",
+MALFORMED: dict[str, tuple[Callable[[object], object], list[Any]]] = {
+    "load": (
+        check_load,
         [
             *(None, 7, {}, (), "load", SERVING, PROMPT, tuple(LOAD)[:3], (*LOAD, 1)),
             *altered(LOAD, serving=[None, {}, (), (128,)]),
@@ -100,23 +105,9 @@ class TestALoad:
             *serving_as(request_limit=[-1, 0.5], queue=[-1, None, 0.5]),
             *serving_as(routing=["", "fast", None, 1, ["off"], "OFF"]),
         ],
-        ids=shown,
-    )
-    def test_that_is_malformed_is_refused(self, message: object) -> None:
-        refused(check_load, message)
-
-
-class TestPrompts:
-    def test_arrive_as_they_were(self) -> None:
-        assert check_prompts(pickle.loads(pickle.dumps((PROMPT,)))) == (PROMPT,)
-        assert check_prompts(()) == ()
-
-    def test_are_as_many_and_as_long_as_a_replica_sends(self) -> None:
-        check_prompts((PROMPT,) * MAX_PROMPTS)
-        check_prompts((PROMPT._replace(keys=bytes(MAX_PROMPT_KEYS * SHORT_KEY)),))
-
-    @pytest.mark.parametrize(
-        "message",
+    ),
+    "prompts": (
+        check_prompts,
         [
             *(None, 7, "ab", [PROMPT], PROMPT, (PROMPT, None), (PROMPT, ("r", 1))),
             (PROMPT,) * (MAX_PROMPTS + 1),
@@ -126,22 +117,9 @@ class TestPrompts:
             *((each,) for each in altered(PROMPT, keys=[None, "k" * 12, [b"k" * 12], b"k" * 13])),
             (PROMPT._replace(keys=bytes((MAX_PROMPT_KEYS + 1) * SHORT_KEY)),),
         ],
-        ids=shown,
-    )
-    def test_that_are_malformed_are_refused(self, message: object) -> None:
-        refused(check_prompts, message)
-
-
-class TestAnObservation:
-    def test_arrives_as_it_was(self) -> None:
-        assert check_observation(pickle.loads(pickle.dumps(OBSERVATION))) == OBSERVATION
-
-    def test_of_a_model_without_members_has_no_update(self) -> None:
-        nothing = Observation(None, 0, True, ())
-        assert check_observation(nothing) == nothing
-
-    @pytest.mark.parametrize(
-        "message",
+    ),
+    "observation": (
+        check_observation,
         [
             *(None, 7, {}, (), UPDATE, tuple(OBSERVATION)[:3], (*OBSERVATION, 1)),
             *altered(OBSERVATION, update=[7, (), {}, LOAD], version=[*NO_COUNTS, None]),
@@ -160,10 +138,17 @@ class TestAnObservation:
                 )
             ),
         ],
-        ids=shown,
-    )
-    def test_that_is_malformed_is_refused(self, message: object) -> None:
-        refused(check_observation, message)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_message_is_refused(what: str) -> None:
+    check, messages = MALFORMED[what]
+    for message in messages:
+        with pytest.raises(ValueError, match=rf"^(malformed {what}|keys )") as caught:
+            check(message)
+        assert len(str(caught.value)) < 1000, "however long the message is"
 
 
 # -- marks ------------------------------------------------------------------------------------
