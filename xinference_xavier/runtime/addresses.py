@@ -13,7 +13,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    if not host or not port.isdecimal() or (":" in host and not _is_ipv6(host)):
+    if not host or not port.isdecimal() or (":" in host and _parsed(host) is None):
         raise ValueError(f"address {address!r} is not of the form host:port")
     return host, int(port)
 
@@ -27,28 +27,24 @@ def without_brackets(address: str) -> str:
     return address.replace("[", "").replace("]", "")
 
 
-def _is_ipv6(host: str) -> bool:
+def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
     try:
-        ipaddress.IPv6Address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def is_wildcard(host: str) -> bool:
     """Whether the address stands for all interfaces, so that other hosts cannot connect to it."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+    ip = _parsed(host)
+    return ip is not None and ip.is_unspecified
 
 
 def is_loopback(host: str) -> bool:
     """Whether the address always refers to the host that uses it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    ip = _parsed(host)
+    return host == "localhost" if ip is None else ip.is_loopback
 
 
 def reachable_address(address: str, via: str | None = None) -> str:
