@@ -4,7 +4,6 @@ that copies rows has its own processors."""
 import fcntl
 import json
 import logging
-import multiprocessing
 import os
 import resource
 import socket
@@ -14,15 +13,15 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from contextlib import closing, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Barrier
 
 import numpy as np
 import pytest
 
+from tests.harness.remote import Remote, obey, spawned
 from xinference_xavier.errors import RegionError
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import (
@@ -55,42 +54,24 @@ def server(region: Region, incarnation: str) -> Iterator[RegionServer]:
     server.close()
 
 
-@contextmanager
-def another_process(
-    target: Callable[[Connection, str], None], incarnation: str
-) -> Iterator[tuple[Connection, BaseProcess]]:
-    """Runs `target`, at the other end of the pipe."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, incarnation), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield pipe, process
-    finally:
-        process.kill()
-        process.join()
+class _User:
+    """Another process of the engine."""
 
+    def __init__(self, incarnation: str) -> None:
+        self._region = receive_region(incarnation, 30)
 
-def _use(pipe: Connection, incarnation: str) -> None:
-    """Another process of the engine, which writes rows on demand."""
-    region = receive_region(incarnation, 30)
-    pipe.send((region.rows, region.row_bytes))
-    while True:
-        slot, value = pipe.recv()
-        region.row(slot)[:] = value
-        pipe.send(os.fstat(region.fd).st_size)
+    def write(self, slot: int, value: int) -> tuple[int, int]:
+        self._region.row(slot)[:] = value
+        return self._region.rows, self._region.row_bytes
 
 
 @pytest.mark.usefixtures("server")
 def test_processes_share_the_same_bytes(region: Region, incarnation: str) -> None:
-    with another_process(_use, incarnation) as (pipe, _):
-        assert pipe.recv() == (ROWS, ROW_BYTES)
-        pipe.send((3, 77))
-        assert pipe.recv() == ROWS * ROW_BYTES
-        assert (region.row(3) == 77).all()
-        assert not region.row(2).any()
-        assert not region.row(4).any()
+    with Remote(obey, _User, incarnation, context=spawned()) as user:
+        assert user.call("write", 3, 77) == (ROWS, ROW_BYTES)
+    assert (region.row(3) == 77).all()
+    assert not region.row(2).any()
+    assert not region.row(4).any()
 
 
 @pytest.mark.parametrize("note", [b"", b'[{"backends": ["FLASH_ATTN"]}]', b"x" * 200_000])
@@ -183,43 +164,40 @@ def test_another_answer_is_refused_and_its_descriptor_closed(
     os.close(fd)
 
 
-class _Told(logging.Handler):
-    """Tells the test of each log line."""
+class _FullServer(logging.Handler):
+    """In a process without a free descriptor."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, incarnation: str) -> None:
         super().__init__()
-        self.pipe = pipe
+        self._lines: SimpleQueue[str] = SimpleQueue()
+        region_module.logger.addHandler(self)
+        region_module.logger.propagate = False
+        RegionServer(Region.create(ROWS, ROW_BYTES), incarnation)
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, self._limits[1]))  # less than it has
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.pipe.send(record.getMessage())
+        self._lines.put(record.getMessage())
 
+    def complaint(self) -> str:
+        return self._lines.get()
 
-def _serve_without_a_free_descriptor(pipe: Connection, incarnation: str) -> None:
-    region_module.logger.addHandler(_Told(pipe))
-    region_module.logger.propagate = False
-    RegionServer(Region.create(ROWS, ROW_BYTES), incarnation)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # less than it has
-    pipe.send("full")
-    pipe.recv()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    pipe.recv()
+    def go_on(self) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
 
 
 def test_a_server_without_free_descriptors_serves_as_soon_as_it_has_some(incarnation: str) -> None:
-    with (
-        ThreadPoolExecutor(1) as threads,
-        another_process(_serve_without_a_free_descriptor, incarnation) as (pipe, _),
-    ):
-        assert pipe.recv() == "full"
+    with Remote(obey, _FullServer, incarnation, context=spawned()) as server:
+        server.wait_until_ready()
         # The kernel may have reserved a descriptor for the first one.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
             first.connect(region_module._socket_name(incarnation))
-            assert "Too many open files" in pipe.recv()
-            receiving = threads.submit(receive_region, incarnation, 30)
-            pipe.send("go on")
-            with closing(receiving.result()) as received:
-                assert received.size == ROWS * ROW_BYTES
+            assert "Too many open files" in server.call("complaint")
+            with ThreadPoolExecutor(1) as threads:
+                receiving = threads.submit(receive_region, incarnation, 30)
+                server.call("go_on")
+                with closing(receiving.result()) as received:
+                    assert received.size == ROWS * ROW_BYTES
 
 
 def descriptors_of(own: int) -> int:
@@ -321,20 +299,19 @@ def test_a_checksum_covers_bytes_and_key(region: Region) -> None:
     assert region.checksum(1, b"key") != checksum
 
 
-def _make_and_wait(pipe: Connection, incarnation: str) -> None:
-    region = Region.create(ROWS, ROW_BYTES)
-    region.populate()
-    RegionServer(region, incarnation)
-    pipe.send("served")
-    pipe.recv()
+class _Owner:
+    def __init__(self, incarnation: str) -> None:
+        region = Region.create(ROWS, ROW_BYTES)
+        region.populate()
+        RegionServer(region, incarnation)
 
 
 def test_nothing_is_left_of_a_killed_owner(incarnation: str) -> None:
     """No file in /dev/shm and no socket. Processes that hold the descriptor keep working."""
-    with another_process(_make_and_wait, incarnation) as (pipe, process):
-        pipe.recv()
+    with Remote(obey, _Owner, incarnation, context=spawned()) as owner:
         region = receive_region(incarnation, 30)
-        assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
+        assert "/dev/shm" not in Path(f"/proc/{owner.pid}/maps").read_text()
+        owner.kill()
     region.row(0)[:] = 1
     with pytest.raises(RegionError):
         receive_region(incarnation, 0.05)
