@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,6 @@ from xinference_xavier.errors import LinkError
 from xinference_xavier.protocol.transfer import TRANSFER_UID, PullResult
 from xinference_xavier.runtime.net import listen
 from xinference_xavier.transfer import links
-from xinference_xavier.transfer.transports.base import Check
 
 
 async def test_rows_are_pulled_verified_and_counted(
@@ -78,10 +78,8 @@ async def test_whole_rows_count_whatever_the_donor_says_of_them_afterwards(
     arrived = threading.Event()
 
     class Telling(faults._FaultyLink):
-        def receive(
-            self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
-        ) -> Iterator[int]:
-            yield from self.link.receive(slots, granted, check, deadline)
+        def receive(self, *batch: Any) -> Iterator[int]:
+            yield from self.link.receive(*batch)
             arrived.set()
 
     class Late(faults._FaultyLink):
@@ -265,30 +263,22 @@ async def test_a_donor_that_is_not_there_is_a_failed_pull(
     assert (await consumer.pull(donor, [0]))[:2] == (0, "link")
 
 
-class Slow(faults._FaultySharedMemory):
-    """A consumer that waits before it copies its rows."""
-
-    waiting = asyncio.Event()
-    go_on = threading.Event()
-
-    class link(faults._FaultyLink):  # noqa: N801  # as it is called there
-        def receive(
-            self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
-        ) -> Iterator[int]:
-            Slow.loop.call_soon_threadsafe(Slow.waiting.set)
-            Slow.go_on.wait()
-            return self.link.receive(slots, granted, check, deadline)
-
-    loop: asyncio.AbstractEventLoop
-
-
 @pytest.mark.parametrize("kind", ["shared_memory"], indirect=True)
-async def test_a_row_that_changes_while_it_is_copied_is_noticed(sides: Sides, donor: Side) -> None:
+async def test_a_row_that_changes_while_it_is_copied_is_noticed(
+    sides: Sides, donor: Side, kind: Kind
+) -> None:
     """The grant has expired, and the donor uses the slot for another chunk."""
-    Slow.loop = asyncio.get_running_loop()
-    consumer = await sides.start("consumer", Slow)
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class Slow(faults._FaultyLink):
+        def receive(self, *batch: Any) -> Iterator[int]:
+            waiting.set()
+            go_on.wait()
+            return self.link.receive(*batch)
+
+    consumer = await sides.start("consumer", kind.with_link(Slow))
     pulling = asyncio.ensure_future(consumer.pull(donor, [1, 2, 3]))
-    await Slow.waiting.wait()
+    assert await asyncio.to_thread(waiting.wait, PATIENCE)
     donor.rows[2] = donor.rows[7]
-    Slow.go_on.set()
+    go_on.set()
     assert await pulling == PullResult(1, "checksum")
