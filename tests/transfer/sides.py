@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -62,26 +61,6 @@ KINDS = {
         faults.StallableNixl,
     ),
 }
-
-
-class Holding:
-    """The transport of a donor that holds its first batch up."""
-
-    def __init__(self, kind: Kind) -> None:
-        begun, go_on = threading.Event(), threading.Event()
-
-        class Held(faults._FaultyLink):
-            def send(self, slots: Sequence[int], deadline: float) -> None:
-                begun.set()
-                go_on.wait(PATIENCE)
-                self.link.send(slots, deadline)
-
-        self.transport = kind.with_link(Held)
-        self.go_on = go_on.set
-        self._begun = begun
-
-    async def begun(self) -> None:
-        assert await asyncio.to_thread(self._begun.wait, PATIENCE)
 
 
 class Side(NamedTuple):

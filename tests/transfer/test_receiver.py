@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,7 @@ import xoscar
 from tests import faults
 from tests.faults import CORRUPT_ROW, ROWS_BEFORE_STALL
 from tests.logged import records
-from tests.transfer.sides import (
-    HOST,
-    KEYS,
-    NOBODY,
-    PATIENCE,
-    ROW_BYTES,
-    ROWS,
-    Holding,
-    Kind,
-    Side,
-    Sides,
-)
+from tests.transfer.sides import HOST, KEYS, NOBODY, PATIENCE, ROW_BYTES, ROWS, Kind, Side, Sides
 from xinference_xavier.errors import LinkError
 from xinference_xavier.protocol.transfer import TRANSFER_UID, PullResult
 from xinference_xavier.runtime.net import listen
@@ -56,8 +45,8 @@ async def test_whole_rows_do_not_wait_for_the_donors_word_but_the_links_next_bat
     go_on = threading.Event()
 
     class Held(faults._FaultyLink):
-        def send(self, slots: Sequence[int], deadline: float) -> None:
-            self.link.send(slots, deadline)
+        def send(self, *batch: Any) -> None:
+            self.link.send(*batch)
             go_on.wait()
 
     donor = await sides.start("donor", kind.with_link(Held))
@@ -83,8 +72,8 @@ async def test_whole_rows_count_whatever_the_donor_says_of_them_afterwards(
             arrived.set()
 
     class Late(faults._FaultyLink):
-        def send(self, slots: Sequence[int], deadline: float) -> None:
-            self.link.send(slots, deadline)
+        def send(self, *batch: Any) -> None:
+            self.link.send(*batch)
             arrived.wait(PATIENCE)
             raise LinkError("an afterthought")
 
@@ -199,14 +188,21 @@ async def test_a_link_that_carries_a_batch_makes_no_room(
     sides: Sides, kind: Kind, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     monkeypatch.setattr(links, "MAX_LINKS", 1)
-    holding = Holding(kind)
-    busy = await sides.start("busy", holding.transport)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Held(faults._FaultyLink):
+        def send(self, *batch: Any) -> None:
+            begun.set()
+            go_on.wait(PATIENCE)
+            self.link.send(*batch)
+
+    busy = await sides.start("busy", kind.with_link(Held))
     consumer, other = [await sides.start(name) for name in ("consumer", "other")]
     first = asyncio.ensure_future(consumer.pull(busy, [1]))
-    await holding.begun()
+    assert await asyncio.to_thread(begun.wait, PATIENCE)
     late, donor = (consumer, other) if full == "consumer" else (other, busy)
     assert (await late.pull(donor, [2]))[:2] == (0, "link")
-    holding.go_on()
+    go_on.set()
     assert await first == PullResult(1, None)
     await busy.until("bytes_sent", ROW_BYTES)
     assert await late.pull(donor, [2]) == PullResult(1, None)
