@@ -171,8 +171,9 @@ async def test_the_link_that_was_not_used_for_longest_makes_room(
 ) -> None:
     monkeypatch.setattr(links, "MAX_LINKS", 2)
     first, second, third = [await sides.start(name) for name in ("first", "second", "third")]
-    for donor in (first, second, first, third):
+    for donor, batches in ((first, 1), (second, 1), (first, 2), (third, 1)):
         assert await consumer.pull(donor, [1]) == PullResult(1, None)
+        await donor.until("bytes_sent", batches * ROW_BYTES)  # until then its link is in use
     assert set(await linked_to(consumer)) == {"first", "third"}
     assert await consumer.pull(second, [2]) == PullResult(1, None), "it is not refused for ever"
     assert set(await linked_to(consumer)) == {"second", "third"}
