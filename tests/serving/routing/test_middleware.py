@@ -1,5 +1,6 @@
 """The middleware remembers requests of text routes, ends their routes, and changes nothing else."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from xinference_xavier.serving.routing import (
     current,
 )
 
-SCOPE = {"type": "http", "path": "/v1/completions", "headers": []}
+ROUTE = SimpleNamespace(endpoint=lambda: None)
+SCOPE = {"type": "http", "path": "/v1/completions", "headers": [], "route": ROUTE}
 BODY = {"type": "http.request", "body": b"{}", "more_body": False}
 
 
