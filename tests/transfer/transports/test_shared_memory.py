@@ -15,8 +15,17 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.transfer.transports.links import PATIENCE, ROW_BYTES, ROWS, Halves, Link, Side, later
-from xinference_xavier.errors import LinkError
+from tests.transfer.transports.links import (
+    PATIENCE,
+    ROW_BYTES,
+    ROWS,
+    Halves,
+    Link,
+    Side,
+    later,
+    soon,
+)
+from xinference_xavier.errors import LinkError, LinkTimeoutError
 from xinference_xavier.pool.region import COPY_THREADS, Region
 from xinference_xavier.transfer.transports import shared_memory
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
@@ -80,6 +89,11 @@ def test_only_rows_before_one_that_is_wrong_count(link: Link) -> None:
     assert next(rows) == 1
     with pytest.raises(LinkError, match="damaged"):
         next(rows)
+
+
+def test_a_consumer_does_not_wait_for_ever_for_its_donor(halves: Halves) -> None:
+    with pytest.raises(LinkTimeoutError):
+        halves.offer.complete(halves.acceptance.answer, soon())
 
 
 @pytest.fixture
