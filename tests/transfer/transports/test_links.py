@@ -66,7 +66,9 @@ def test_a_deadline_in_the_past_ends_the_wait_soon(link: Link) -> None:
         [*link.receive([0], [0], deadline=time.monotonic() - 10)]
 
 
+@pytest.mark.parametrize("transport", [NixlTransport, SharedMemoryTransport], indirect=True)
 def test_a_donor_does_not_wait_for_ever_for_its_consumer(halves: Halves) -> None:
+    """Over Gloo, its thread would go on to connect until the other deadline."""
     with pytest.raises(LinkTimeoutError):
         halves.acceptance.complete(soon())
 
