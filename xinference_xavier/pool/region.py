@@ -9,6 +9,7 @@ Threading: a `Region` is immutable after creation. The pool decides who may writ
 are copied on threads of their own (`copy_threads`).
 """
 
+import array
 import ctypes
 import fcntl
 import itertools
@@ -247,9 +248,13 @@ def take_region(peer: socket.socket) -> Region:
     Raises:
         RegionError: it sent something else.
     """
-    data, descriptors, _, _ = socket.recv_fds(peer, _HEADER.size, 1)
-    for fd in descriptors:
-        os.set_inheritable(fd, False)
+    descriptors = array.array("i")
+    data, ancillary, _, _ = peer.recvmsg(
+        _HEADER.size, socket.CMSG_LEN(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
     if len(data) != _HEADER.size or len(descriptors) != 1:
         for fd in descriptors:
             os.close(fd)
