@@ -249,6 +249,7 @@ def take_region(peer: socket.socket) -> Region:
         RegionError: it sent something else.
     """
     descriptors = array.array("i")
+    # Not by `recv_fds`, which lets a process that starts meanwhile inherit the memory.
     data, ancillary, _, _ = peer.recvmsg(
         _HEADER.size, socket.CMSG_LEN(descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
     )

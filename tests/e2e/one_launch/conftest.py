@@ -51,9 +51,9 @@ def launch_by_command_line(cluster: LocalCluster) -> None:
     cluster.wait_ready(UID, 2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def empty_pools(model: LocalCluster) -> None:
-    """Tests count what replicas hold; what other modules have left would be evicted meanwhile."""
+    """Tests count what replicas hold; what other tests have left would be evicted meanwhile."""
     with XavierClient(model.endpoint) as client:
         client.flush(UID)
     wait_until(
