@@ -130,7 +130,7 @@ def supported() -> Iterator[Row]:
             yield Row(title, name, state)
 
 
-def tested() -> str:
+def list_of_tests() -> str:
     """The part of the tests' README about what is supported."""
     return INDEX.read_text().partition("## What is supported")[2].split("\n## ")[0]
 
@@ -149,14 +149,14 @@ def test_every_tested_architecture_is_listed_and_no_other() -> None:
 def test_all_that_is_listed_has_a_state_and_a_test(row: Row) -> None:
     assert STATE.match(row.state)
     if row.section != "Models":
-        assert re.search(rf"^\| {re.escape(row.name)} \| `.+test_", tested(), re.MULTILINE)
+        assert re.search(rf"^\| {re.escape(row.name)} \| `.+test_", list_of_tests(), re.MULTILINE)
 
 
 def test_every_test_that_the_list_names_exists() -> None:
     """It is in the file that is named before it."""
     source = ""
     named = 0
-    for word in re.findall(r"`([^`\n]+)`", tested()):
+    for word in re.findall(r"`([^`\n]+)`", list_of_tests()):
         if FILE.fullmatch(word):
             source = (TESTS / word).read_text()
         elif re.fullmatch(r"test_\w+", word):
