@@ -211,12 +211,15 @@ def descriptors_of(own: int) -> int:
 
 
 @pytest.mark.usefixtures("server")
-def test_another_user_gets_no_descriptor(incarnation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the server's side: the kernel reports another user than ours."""
+def test_another_user_gets_no_descriptor(
+    incarnation: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the server's side: the kernel reports another user than ours. The log tells it."""
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.connect(region_module._socket_name(incarnation))
         assert peer.recvmsg(100, socket.CMSG_LEN(4))[:2] == (b"", [])
+    assert "pool not handed over: error=process" in caplog.text
 
 
 def test_a_server_of_another_user_is_refused(

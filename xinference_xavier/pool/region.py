@@ -188,11 +188,14 @@ class RegionServer:
                 log.warn("accept", "cannot hand over the pool yet: error=%r", error)
                 self._closing.wait(_ACCEPT_PAUSE)
                 continue
-            with peer, suppress(OSError, RegionError):
-                peer.settimeout(1.0)
-                check_same_user(peer)
-                _hand_over(peer, self._region, self._region.fd)
-                peer.sendall(self._note)
+            with peer:
+                try:
+                    peer.settimeout(1.0)
+                    check_same_user(peer)
+                    _hand_over(peer, self._region, self._region.fd)
+                    peer.sendall(self._note)
+                except (OSError, RegionError) as error:
+                    log.warn("refused", "pool not handed over: error=%s", error)
 
     def close(self) -> None:
         self._closing.set()
