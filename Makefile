@@ -51,7 +51,7 @@ NUMBERS ?=
 COVERAGE ?=
 PYTEST = $(BIN)/python -m pytest --durations=25 --durations-min=1
 
-.PHONY: help system native venv lint types test unit test-e2e test-replicas test-engines coverage mutations dist test-long test-gpu test-matrix chaos bench demo docs links clean
+.PHONY: help system native venv lint types checks test unit test-e2e test-replicas test-engines coverage mutations dist test-long test-gpu test-matrix chaos bench demo docs links clean
 
 help:
 	@echo "make demo    two replicas share long prefixes, measured (MODEL=<folder> ARGS='--dtype bfloat16 …' DEVICE=cpu|cuda)"
@@ -70,6 +70,7 @@ help:
 	@echo "make dist    wheel and sdist in dist/, checked, and tried in clean environments"
 	@echo "make lint    ruff, and who imports whom; Biome and tsc for the web page"
 	@echo "make types   mypy"
+	@echo "make checks  lint, types and docs, side by side"
 	@echo "make venv    $(VENV) from the pinned list"
 	@echo "make system  what tests need of Debian: $(DEBIAN)"
 	@echo "make clean   removes what the commands above made, except .venv, .venv-cuda and node_modules"
@@ -131,10 +132,12 @@ lint: venv node_modules/.complete
 types: venv
 	$(BIN)/mypy
 
-# What needs one processor each goes side by side; a folder named spares pytest the others' imports.
-test: venv
+# Side by side, as each needs one processor, once all that they need is installed.
+checks: $(VENV)/.docs node_modules/.complete
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types docs
-	@$(MAKE) --no-print-directory unit
+
+# A folder that is named spares pytest the others' imports.
+test: checks unit
 	$(PYTEST) -m main_job tests/e2e
 
 # Some of them build documentation.

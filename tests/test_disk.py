@@ -70,7 +70,7 @@ class NumberedStore(Store):
         return slots
 
     def reads(self, number: int) -> bool:
-        """Whether the row of this number is there, verified as replicas do."""
+        """Reads and verifies a row as a replica does. False if its bytes are missing or wrong."""
         place = self.index[key(number)]
         ROW[:] = 0
         complete = self.read(place.slot, ROW.data)

@@ -341,7 +341,7 @@ KINDS = {kind: inject for kind, (_, inject) in {**REPLICA_KINDS, **TRACKER_KINDS
 
 
 def weights(only: Sequence[str] | None = None) -> tuple[Weights, Weights]:
-    """Those of one replica, and those of the tracker. `only` restricts them to some kinds; raises
+    """Weights of one replica's faults, and of the tracker's. `only` names the kinds to use. Raises
     ValueError for an unknown one."""
     if unknown := set(only or ()) - KINDS.keys():
         raise ValueError(f"no such kinds of faults: {sorted(unknown)}")

@@ -42,7 +42,7 @@ KEY_BYTES = 36
 
 
 def layout_of(*groups: Group) -> Layout:
-    """Of groups with the numbers 0, 1 and so on."""
+    """A layout whose groups have the numbers 0, 1 and so on."""
     return Layout(CHUNK, {number.to_bytes(4): group for number, group in enumerate(groups)})
 
 

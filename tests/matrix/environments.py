@@ -51,7 +51,7 @@ _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
 _MODELS = ("-m", "long or not long", "tests/models")
 _SERVING = ("tests/serving", "tests/cli", "tests/client")
 _UNIT = ("-n", "2", "--dist", "worksteal", "-m", "not process and not long and not gpu")
-_SHARING = ("tests/e2e/test_launch.py", "tests/e2e/one_launch", "tests/e2e/test_faults.py")
+_SHARING = ("tests/e2e/test_launch.py", "tests/e2e/one_launch")
 
 
 def _vllm(version: str, *more: str) -> Version:

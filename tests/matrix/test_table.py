@@ -6,6 +6,7 @@ from tests.matrix import table
 from tests.matrix.environments import VERSIONS
 from xinference_xavier.vllm_versions import NEWEST, OLDEST
 
+ROOT = Path(__file__).parents[2]
 HEAD = "| a | b | c | d | e | f |\n|---|---|---|---|---|---|\n"
 REPORT = {
     "versions": {
@@ -49,6 +50,13 @@ def test_an_empty_table_is_filled(tmp_path: Path) -> None:
 def test_every_supported_vllm_is_tested() -> None:
     tried = {version.name.removeprefix("vllm ").rpartition(".")[0] for version in VERSIONS}
     assert {f"0.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)} <= tried
+
+
+def test_every_test_that_a_version_runs_exists() -> None:
+    steps = [step for version in VERSIONS for step in version.steps.values()]
+    paths = {each for step in steps for each in step.arguments if each.startswith("tests/")}
+    assert len(paths) > 5
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
 def test_the_page_has_a_row_for_every_tested_version() -> None:

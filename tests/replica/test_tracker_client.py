@@ -159,7 +159,7 @@ class Peers:
 
 @pytest.fixture
 async def peers(pool: Any) -> AsyncIterator[Peers]:
-    """With a tracker."""
+    """Replicas to be started, and a tracker that runs."""
     peers = Peers(pool.external_address)
     await peers.new_tracker()
     yield peers

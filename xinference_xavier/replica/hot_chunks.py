@@ -220,8 +220,8 @@ async def _copy_rows(
 
 class WarmJoin:
     """A new replica's part. `seconds` bounds it; 0 switches it off. `can_fetch` says whether the
-    replica knows its peers and has what it takes to fetch from them. `ended`
-    is set in any case."""
+    replica knows its peers and has what it takes to fetch from them. `ended` is set even if it
+    fails."""
 
     def __init__(
         self,

@@ -161,7 +161,8 @@ class _Request:
 
 
 class Router:
-    """For `threshold` see `with_prefill_replicas`."""
+    """Chooses replicas, and knows which request is where. See `with_prefill_replicas` for
+    `threshold`."""
 
     def __init__(
         self,

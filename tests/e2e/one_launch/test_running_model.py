@@ -93,10 +93,8 @@ def test_defaults_of_the_cluster_apply_and_are_named(model: LocalCluster) -> Non
         assert replica["from_environment"] == ["fetch_timeout"]
     with XavierClient(model.endpoint) as client:
         for check in client.cluster()["models"][UID]["self_checks"].values():
-            assert (check["config"]["fetch_timeout"], check["config"]["queue"]) == (
-                FETCH_TIMEOUT,
-                20,
-            )
+            config = check["config"]
+            assert (config["fetch_timeout"], config["queue"]) == (FETCH_TIMEOUT, 20)
     doctor = CliRunner().invoke(main, ["doctor", "-e", model.endpoint])
     assert f"{UID}: {UID}-rep0 has xavier_fetch_timeout from the environment" in doctor.output
 

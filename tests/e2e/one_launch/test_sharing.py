@@ -1,5 +1,5 @@
-"""The main job on real software: a replica does not compute again what another has computed, and
-whatever fails costs a recomputation at most."""
+"""The main job on real software. A replica does not compute again what another has computed. A
+failure costs at most a recomputation."""
 
 import json
 import os
