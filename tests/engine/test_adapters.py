@@ -147,12 +147,12 @@ class TestPreloaded:
         adapters = Loaded()
         lora = request(adapter(tmp_path / "a"))
 
-        def load() -> bool:
+        def load(_: LoRARequest) -> bool:
             if change == "while it is loaded":
                 adapter(tmp_path / "a", "written meanwhile")
             return True
 
-        assert adapters.load(lora, load)
+        assert adapters.load(load, lora)
         settle(adapters)
         if change == "afterwards":
             adapter(tmp_path / "a", "written after it was loaded")
@@ -162,7 +162,7 @@ class TestPreloaded:
     def test_an_error_of_vllm_is_passed_on(self, tmp_path: Path) -> None:
         load = Mock(side_effect=ValueError("no such adapter"))
         with pytest.raises(ValueError, match="no such adapter"):
-            Loaded().load(request(tmp_path / "a"), load)
+            Loaded().load(load, request(tmp_path / "a"))
 
 
 class TestSlowFiles:

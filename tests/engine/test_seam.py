@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from msgspec import to_builtins
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import kv_transfer_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -184,28 +187,28 @@ def test_copied_blocks_are_noticed(field: str) -> None:
     assert compat.copies_blocks(step)
 
 
-def test_adapters_that_the_engine_loads_before_their_requests_are_seen() -> None:
-    """The connector is made by the scheduler, which is made by the engine."""
+def test_what_the_engine_is_told_is_seen() -> None:
+    """The connector is made by the scheduler, which is made by the engine. Another process sends
+    arguments as plain data, which vLLM converts to what the method takes."""
     seen: list[Any] = []
 
-    def load(request: Any, load_it: Callable[[], bool]) -> bool:
-        seen.append(request)
-        return load_it()
+    def watch(method: Callable[..., Any], *arguments: Any) -> Any:
+        seen.append(*arguments)
+        return method(*arguments)
 
-    class Core:
+    class Core(EngineCoreProc):
         def __init__(self) -> None:
-            self.model_executor = object()
+            self.model_executor = Mock(add_lora=lambda request: request.lora_int_id == 1)
             self.make_scheduler()
 
         def make_scheduler(self) -> None:
-            compat.watch_adapters(load)
-
-        def add_lora(self, request: Any) -> bool:
-            return request == "good"
+            compat.watch_engine(add_lora=watch)
 
     core = Core()
-    assert [core.add_lora("good"), core.add_lora("bad")] == [True, False]
-    assert seen == ["good", "bad"]
+    requests = [LoRARequest("good", 1, "/a"), LoRARequest("bad", 2, "/b")]
+    sent = [core._convert_msgspec_args(core.add_lora, [to_builtins(each)]) for each in requests]
+    assert [core.add_lora(*arguments) for arguments in sent] == [True, False]
+    assert seen == requests
 
 
 def test_vllm_s_engine_has_what_is_looked_for() -> None:

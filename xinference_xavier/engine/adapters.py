@@ -103,12 +103,12 @@ class Adapters:
         if self._latest is None or self._latest.ended.is_set():
             self.look(request)
 
-    def load(self, request: LoRARequest, load: Callable[[], bool]) -> bool:
+    def load(self, load: Callable[[LoRARequest], bool], request: LoRARequest) -> bool:
         """Have vLLM load the adapter before any request needs it."""
         look = self.look(request)
         look.too_late |= not look.ended.wait(0.0 if look.too_late else _PATIENCE)
         try:
-            return load()
+            return load(request)
         finally:
             self.look_again(request)
 

@@ -7,14 +7,13 @@ Some differences need no code here. `HostWorker.submit_load` takes 0.33's `exped
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from queue import Queue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -63,13 +62,18 @@ def engine_core() -> Any:
     return None
 
 
-def watch_adapters(load: Callable[[LoRARequest, Callable[[], bool]], bool]) -> None:
-    """Let `load` see each adapter that the engine loads before any request needs it, and do it by
-    calling its second argument. Call it on the thread that makes the engine."""
+def watch_engine(**watchers: Callable[..., Any]) -> None:
+    """Have each watcher called instead of the engine's method of its name, with that method and
+    its arguments. Call it on the thread that makes the engine.
+
+    What stands in for a method must look like it: vLLM converts what its API process sends by the
+    method's signature.
+    """
     core = engine_core()
     if core is not None:
-        add = core.add_lora
-        core.add_lora = lambda request: load(request, partial(add, request))
+        for name, watcher in watchers.items():
+            method = getattr(core, name)
+            setattr(core, name, wraps(method)(partial(watcher, method)))
 
 
 def load_source(fetched_from: str | None) -> "CacheHitSource":

@@ -91,7 +91,7 @@ class XavierConnector(WorkerSide):
             assert isinstance(manager, XavierManager)
             self._manager, self._steps, self._workload = manager, manager.steps, manager.workload
             self.errors = manager.errors
-            compat.watch_adapters(manager.adapters.load)
+            compat.watch_engine(add_lora=manager.adapters.load)
             if vllm_versions.is_newer(vllm.__version__):
                 logger.warning("sharing was never tested with this vLLM: vllm=%s", vllm.__version__)
 
