@@ -80,6 +80,7 @@ class ScriptedTier(PeerTier):
         self.fetches: list[Fetch] = []
         self.claims: list[Claim] = []
         self.released: list[Claim] = []
+        self.weights_versions: list[str] = []
 
     @property
     def reaches_peers(self) -> bool:
@@ -87,6 +88,9 @@ class ScriptedTier(PeerTier):
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         self.stored_rows += rows
+
+    def rejoin(self, weights_version: str) -> None:
+        self.weights_versions.append(weights_version)
 
     def on_evicted(self, keys: Sequence[bytes]) -> None:
         self.evicted_keys += keys

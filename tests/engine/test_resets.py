@@ -1,4 +1,5 @@
-"""Whoever resets vLLM's prefix cache may have changed the weights: nothing from before is used.
+"""Whoever resets vLLM's prefix cache, or has its workers do something that we do not know, may have
+changed the weights: nothing from before is used.
 
 vLLM's own scheduler, with our connector and a pool.
 """
@@ -6,6 +7,7 @@ vLLM's own scheduler, with our connector and a pool.
 from collections.abc import Callable
 
 import pytest
+from vllm.v1.engine.core import EngineCore
 
 from tests.engine.vllm_scheduler import Engine
 
@@ -135,3 +137,47 @@ def test_a_refused_reset_leaves_the_engine_alive(engine: Engine) -> None:
     engine.end_step(loading)
     engine.run()
     assert ready(engine) == 0
+
+
+class TestWeightsInPlace:
+    """vLLM keeps its own cache, as those who change weights between two steps want it to."""
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda core: core.collective_rpc("reload_weights", kwargs={"weights_path": "/tuned"}),
+            lambda core: core.collective_rpc(method="update_weights", args=({},)),
+            lambda core: core.collective_rpc(lambda worker: worker.model.half()),
+            lambda core: core.set_weight_version("step 7"),
+        ],
+        ids=["reload_weights", "update_weights", "a function", "set_weight_version"],
+    )
+    def test_no_row_from_before_is_loaded(
+        self, engine: Engine, call: Callable[[EngineCore], object]
+    ) -> None:
+        hold(engine)
+        call(engine.core)
+        assert ready(engine) == 0
+        assert computed(engine, "hit") < len(PROMPT), "vLLM still has the old blocks"
+        assert stored(engine) == 0, "and what follows them is of neither"
+        engine.ask("other", range(1000, 1300), tokens=2)
+        assert stored(engine) == 2
+        assert with_the_connector(engine)
+        assert computed(engine, "after") == len(PROMPT)
+        assert stored(engine) == 2
+
+    def test_a_request_that_goes_on_stores_nothing_of_its_prompt(self, engine: Engine) -> None:
+        assert computed(engine, "runs", tokens=100) == len(PROMPT)
+        engine.core.collective_rpc("reload_weights")
+        assert stored(engine) == 0
+
+    def test_a_call_that_only_reads_costs_nothing(self, engine: Engine) -> None:
+        hold(engine)
+        engine.core.model_executor.collective_rpc.return_value = ["of a worker"]
+        assert engine.core.compute_weight_checksums() == ["of a worker"]
+        assert ready(engine) == 2
+
+    def test_their_name_is_that_of_the_namespace(self, engine: Engine) -> None:
+        engine.core.set_weight_version("step 7")
+        assert engine.core.get_weight_version() == "step 7"
+        assert engine.own.tier.weights_versions == ["step 7"]

@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -87,20 +88,22 @@ def hasher_of(config: VllmConfig, block_tokens: int) -> Hasher:
     return get_request_block_hasher(block_tokens, digest)
 
 
-def scheduler_of(
-    config: VllmConfig, caches: KVCacheConfig, kind: type[Scheduler] = Scheduler
-) -> tuple[Scheduler, int]:
-    """vLLM's scheduler, made as an engine does, and the number of tokens for each hash."""
-    config.cache_config.num_gpu_blocks = caches.num_blocks
-    block, hashed = resolve_kv_cache_block_sizes(caches, config)
-    scheduler = kind(
-        vllm_config=config,
-        kv_cache_config=caches,
-        structured_output_manager=Mock(**{"should_advance.return_value": False}),
-        block_size=block,
-        hash_block_size=hashed,
-    )
-    return scheduler, hashed
+class Core(EngineCore):
+    """vLLM's engine without workers: its clients' calls reach a mock."""
+
+    def __init__(
+        self, config: VllmConfig, caches: KVCacheConfig, kind: type[Scheduler] = Scheduler
+    ) -> None:
+        self.model_executor = Mock()
+        config.cache_config.num_gpu_blocks = caches.num_blocks
+        block, self.hash_tokens = resolve_kv_cache_block_sizes(caches, config)
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=Mock(**{"should_advance.return_value": False}),
+            block_size=block,
+            hash_block_size=self.hash_tokens,
+        )
 
 
 def request_of(
@@ -170,10 +173,11 @@ class Engine:
             return self.own.manager
 
         monkeypatch.setattr(XavierSpec, "get_manager", manager)
-        self.scheduler, hashed = scheduler_of(config, caches)
+        self.core = Core(config, caches)
+        self.scheduler = self.core.scheduler
         assert isinstance(self.scheduler.connector, XavierConnector)
         self.connector = self.scheduler.connector
-        self.hasher = hasher_of(config, hashed)
+        self.hasher = hasher_of(config, self.core.hash_tokens)
         self.stored_blocks: list[int] = []
         self._done: dict[int, int] = {}
 

@@ -402,7 +402,7 @@ async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) 
         await replica.namespace.isolate()
         assert not replica.disk.index
         replica.disk.probed(b"canary", OTHER)
-        assert await replica.namespace.rejoin("2")
+        assert await replica.namespace.rejoin("2", replica.namespace.announced)
         await replica.until(lambda: replica.disk.state is DiskState.OPEN)
         assert not replica.disk.index, "the new weights have a store of their own"
     assert len(summaries(tmp_path)) == 2

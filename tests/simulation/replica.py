@@ -36,7 +36,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.scheduling import Clock, without_requests
-from tests.engine.vllm_scheduler import NOBODY, hasher_of, request_of, scheduler_of, starts_of
+from tests.engine.vllm_scheduler import NOBODY, Core, hasher_of, request_of, starts_of
 from tests.simulation.contents import (
     BLOCK_TOKENS,
     LAYERS,
@@ -119,6 +119,11 @@ class Chunk(NamedTuple):
     group: int
 
 
+def _raise(_: str) -> None:
+    """End the run by the error that is being handled."""
+    raise
+
+
 class _Batch(NamedTuple):
     step: SchedulerOutput
     sampled: dict[str, list[int]]
@@ -189,6 +194,7 @@ class Replica:
             )
             self.manager.interrupt = self._interrupted
             self.manager.check_loaded = self._check_loaded
+            patch.setattr(self.manager.errors, "caught", _raise)
             return self.manager
 
         patch.setattr(XavierSpec, "get_manager", manager)
@@ -198,7 +204,8 @@ class Replica:
         patch.setattr(Arrivals, "at", lambda _: _NoWaits(self._interrupted))
 
         kind = AsyncScheduler if options.batches > 1 else Scheduler
-        self.scheduler, self._hash_tokens = scheduler_of(config, caches, kind)
+        self._core = Core(config, caches, kind)
+        self.scheduler, self._hash_tokens = self._core.scheduler, self._core.hash_tokens
         self.connector = XavierConnector(deepcopy(config), KVConnectorRole.WORKER, caches)
         self.runner = ModelRunner(
             self.layout,
@@ -339,6 +346,12 @@ class Replica:
             self.weights += 1
             if done:
                 self.oldest_allowed = self.weights
+
+    def load_weights(self) -> None:
+        """The weights change in place, and vLLM keeps its cache."""
+        self._core.collective_rpc("reload_weights")
+        self.weights += 1
+        self.log(f"weights {self.weights} in place")
 
     # -- what other threads do ----------------------------------------------------------------
 

@@ -175,8 +175,10 @@ class Simulation:
         if rng.random() < 0.5:  # as a pause does
             while replica.batches:
                 replica.take_output()
-        running = rng.random() < 0.5
-        replica.reset(connector=True, running=running)
+        if rng.random() < 0.2:
+            replica.load_weights()
+        else:
+            replica.reset(connector=True, running=rng.random() < 0.5)
         if rng.random() < 0.5:
             replica.peers.follow(replica.weights)
 

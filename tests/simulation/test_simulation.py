@@ -66,6 +66,9 @@ def _nothing(*_: object) -> None:
 
 MUTATIONS: dict[str, Mutation] = {
     "stores are never voided": lambda patch: patch.setattr(XavierManager, "void_store", _nothing),
+    "weights change unseen": lambda patch: patch.setattr(
+        connector.XavierConnector, "_leave_weights", _nothing
+    ),
     "the pool is not reset": lambda patch: patch.setattr(Pool, "reset", _nothing),
     "the fast path is always taken": lambda patch: patch.setattr(
         connector, "goes_on", lambda _: True

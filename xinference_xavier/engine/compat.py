@@ -76,6 +76,18 @@ def watch_engine(**watchers: Callable[..., Any]) -> None:
             setattr(core, name, wraps(method)(partial(watcher, method)))
 
 
+READING_CALLS = {
+    "compute_weight_checksums",
+    "get_encoder_timing_stats",
+    "get_model_inspection",
+    "init_weight_transfer_engine",
+    "save_tensorized_model",
+    "shutdown_weight_transfer_engine",
+}
+"""What vLLM's clients have the workers do by `EngineCore.collective_rpc` without changing what they
+compute. Any other call may load weights in place."""
+
+
 def load_source(fetched_from: str | None) -> "CacheHitSource":
     """The source under which vLLM 0.32 and later count tokens that were loaded from the pool, to
     which they may have been fetched."""

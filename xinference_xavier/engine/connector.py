@@ -7,7 +7,8 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import vllm
@@ -79,6 +80,7 @@ class XavierConnector(WorkerSide):
         extra[ENGINE] = vllm_config, kv_cache_config
         self._asked = False  # vLLM's scheduler, since it built metadata
         self._is_reset = False  # and nothing was scheduled since
+        self._reset_is_due = False  # of vLLM's own prefix cache, which it refused
         self._unflushed_steps: int | None = None
         """Steps that have to end until no job from before the latest reset is under way."""
         self._counted = False  # something, since the latest stats
@@ -91,7 +93,11 @@ class XavierConnector(WorkerSide):
             assert isinstance(manager, XavierManager)
             self._manager, self._steps, self._workload = manager, manager.steps, manager.workload
             self.errors = manager.errors
-            compat.watch_engine(add_lora=manager.adapters.load)
+            compat.watch_engine(
+                add_lora=manager.adapters.load,
+                collective_rpc=self._call_workers,
+                set_weight_version=self._name_weights,
+            )
             if vllm_versions.is_newer(vllm.__version__):
                 logger.warning("sharing was never tested with this vLLM: vllm=%s", vllm.__version__)
 
@@ -109,19 +115,41 @@ class XavierConnector(WorkerSide):
         # has perhaps changed the weights, and our rows are of the old ones.
         kv_cache_manager.reset_prefix_cache = self._reset_both  # type: ignore[method-assign]
 
-    def _reset_both(self) -> bool:
+    def _reset_own(self) -> bool:
         done = self._reset_prefix_cache()
+        self._reset_is_due = not done
         self._manager.on_prefix_cache_reset(done)
+        return done
+
+    def _reset_both(self) -> bool:
+        done = self._reset_own()
         self.reset_cache()
         return done
 
     def _reset_late(self) -> None:
-        done = self._reset_prefix_cache()
-        self._manager.on_prefix_cache_reset(done)
-        if done:
+        if self._reset_own():
             # vLLM tells routers that all blocks are gone. But the pool was reset before, and what
             # it holds was stored since.
             self._manager.pool.restart_changes()
+
+    def _call_workers(
+        self, call: Callable[..., Any], method: object, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The workers may get other weights while vLLM keeps its cache, as some want it to."""
+        if str(method) not in compat.READING_CALLS:
+            self._leave_weights(f"collective_rpc of {getattr(method, '__name__', method)}")
+        return call(method, *args, **kwargs)
+
+    def _name_weights(self, call: Callable[[str], None], weight_version: str) -> None:
+        """Whoever names the weights has perhaps changed them unseen."""
+        self._leave_weights(f"set_weight_version to {weight_version}")
+        call(weight_version)
+        self._manager.rejoin(weight_version)
+
+    def _leave_weights(self, cause: str) -> None:
+        logger.info("weights may have changed, so the pool is emptied: cause=%s", cause)
+        self._manager.prefix_cache_is_stale = True
+        self.reset_cache()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self.connector_worker is not None
@@ -192,8 +220,8 @@ class XavierConnector(WorkerSide):
             if not self._manager.settled:
                 self._manager.on_schedule_end(_NO_CHANGES)
         self._begin_step(scheduler_output)
-        if self._manager.prefix_cache_is_stale and not self._manager.requests:
-            # vLLM refused to reset it while blocks were in use.
+        if self._reset_is_due and not self._manager.requests:
+            # vLLM refused it while blocks were in use.
             self._reset_late()
         if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
             return metadata

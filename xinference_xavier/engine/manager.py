@@ -399,6 +399,10 @@ class XavierManager(OffloadingManager):
         if done:
             self.adapters.forget_replaced()
 
+    def rejoin(self, weights_version: str) -> None:
+        """Share with the replicas of these weights what is computed from now on."""
+        self._tier.rejoin(weights_version)
+
     def on_reset_flushed(self) -> None:
         """No job from before the reset is under way. vLLM 0.33 and later call this, too."""
         self._jobs.free_stale()

@@ -136,3 +136,7 @@ class Tier(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget all chunks: the engine's weights may have changed."""
+
+    @abstractmethod
+    def rejoin(self, weights_version: str) -> None:
+        """Share with the replicas of these weights, to which everything since `reset` belongs."""

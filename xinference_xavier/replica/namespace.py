@@ -4,8 +4,11 @@ Threading: the scheduler thread announces resets; everything else runs on the re
 """
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import Awaitable, Callable
+
+from xinference_xavier.protocol.tracker import MAX_WEIGHTS_VERSION
 
 
 class SharedNamespace:
@@ -20,7 +23,7 @@ class SharedNamespace:
         until an operator sets the weights version."""
         self._move = move
         self._moving = asyncio.Lock()
-        self._announced = 0  # resets
+        self.announced = 0  # resets
         self._done = 0
         self.parts = 0
         """How often we have left peers that compute different rows, since the last reset."""
@@ -28,28 +31,34 @@ class SharedNamespace:
     @property
     def is_settled(self) -> bool:
         """Whether all announced resets are done."""
-        return self._done == self._announced
+        return self._done == self.announced
 
     def announce_reset(self) -> None:
         """Stop sharing until `isolate` is done. Called by the scheduler thread."""
-        self._announced += 1
+        self.announced += 1
 
     async def isolate(self) -> None:
-        """Move to a namespace of our own; once for each announced reset.
+        """Move to a namespace of our own, after all resets that are announced by now.
 
-        Peers may hold bytes that our former weights computed, and nothing tells these apart.
+        Peers may hold bytes that our former weights computed, and nothing tells these apart. A
+        change of weights may be a thousand calls, and as many resets.
         """
         async with self._moving:
-            self.lasting = None
-            await self._begin(f"{self._own}+{secrets.token_hex(8)}")
-            self._done += 1
+            announced = self.announced
+            if self._done < announced:
+                self.lasting = None
+                await self._begin(f"{self._own}+{secrets.token_hex(8)}")
+                self._done = announced
 
-    async def rejoin(self, version: str) -> bool:
+    async def rejoin(self, version: str, resets: int) -> bool:
         """Share with the replicas of weights `version`, to which everything computed since the last
-        reset belongs. False, and no change, without a reset: our chunks may be older."""
+        of so many resets belongs. False, and no change, without a reset, when our chunks may be
+        older, and after one more."""
         async with self._moving:
-            if self.lasting is not None:
+            if self.lasting is not None or self.announced != resets:
                 return False
+            if not 0 < len(version) <= MAX_WEIGHTS_VERSION:  # vLLM takes any text
+                version = hashlib.sha256(version.encode()).hexdigest()
             self.lasting = f"{self._own}@{version}"
             await self._begin(self.lasting)
             return True

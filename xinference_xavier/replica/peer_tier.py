@@ -235,6 +235,11 @@ class PeerTier(Tier):
             background.post(background.canary.reset)
             background.post(lambda: spawn(background.namespace.isolate()))
 
+    def rejoin(self, weights_version: str) -> None:
+        if (background := self._background) is not None:
+            namespace, resets = background.namespace, background.namespace.announced
+            background.post(lambda: spawn(namespace.rejoin(weights_version, resets)))
+
 
 class DiskTier(PeerTier):
     """The peers, and the disk. In a set of sources, bit 0 is the disk, and the others are those of

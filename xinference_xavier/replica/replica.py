@@ -420,7 +420,7 @@ class Replica:
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""
-        return await finishing(self._namespace.rejoin(version))
+        return await finishing(self._namespace.rejoin(version, self._namespace.announced))
 
     def flush(self, donor: str | None = None) -> int:
         """Forget all READY chunks, or those from `donor`; returns how many. vLLM's prefix cache
