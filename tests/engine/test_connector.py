@@ -1,7 +1,6 @@
 """What our connector adds to vLLM's."""
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -41,27 +40,6 @@ def test_a_chunk_size_that_does_not_fit_the_model_is_refused(
         worker(engine_config(model_folder, chunk_tokens=100), cache_config)
 
 
-def test_one_replica_over_several_hosts_is_refused(
-    model_folder: Path, cache_config: KVCacheConfig
-) -> None:
-    config = engine_config(model_folder)
-    config.parallel_config.nnodes = 2
-    with pytest.raises(ConfigError, match=r"nnodes=2 .* use one host per replica"):
-        worker(config, cache_config)
-
-
-def test_keys_that_no_other_process_computes_are_refused(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    config = engine_config(model_folder)
-    config.cache_config.prefix_caching_hash_algo = "xxhash"
-    with pytest.raises(ConfigError, match=r"'xxhash' has a random seed .* use sha256, or set"):
-        worker(config, cache_config)
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    worker(config, cache_config)
-
-
 def test_a_chunk_is_not_longer_than_the_sliding_window(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
@@ -69,14 +47,6 @@ def test_a_chunk_is_not_longer_than_the_sliding_window(
     connector = worker(engine_config(model_folder), cache_config)
     assert connector.connector_worker is not None
     assert connector.connector_worker.spec.blocks_per_chunk == 3
-
-
-def test_a_cache_that_loads_in_a_later_step_is_refused(
-    model_folder: Path, cache_config: KVCacheConfig
-) -> None:
-    config = engine_config(model_folder)
-    with pytest.raises(ConfigError, match="hisparse_config"):
-        worker(config, replace(cache_config, hisparse_host_num_blocks=4))
 
 
 def test_a_load_makes_a_step_that_has_nothing_else(engine: Engine) -> None:

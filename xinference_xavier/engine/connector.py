@@ -5,7 +5,6 @@ chunk size. A manager does not see how many of a request's tokens vLLM's own pre
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,6 +40,7 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.sketches import describe_pages
 from xinference_xavier.engine.spec import ENGINE, WorkerNote, XavierSpec
+from xinference_xavier.engine.unsupported import refuse_unsupported
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import OnlyLoads, WorkerSide
 from xinference_xavier.engine.workload import goes_on, step_of, without_quiet
@@ -63,7 +63,7 @@ class XavierConnector(WorkerSide):
         extra = transfer.kv_connector_extra_config
         self._config = XavierConfig.from_dict(extra[XAVIER])
         vllm_versions.check(vllm.__version__, self._config.untested_vllm)
-        _refuse_unsupported(vllm_config, kv_cache_config)
+        refuse_unsupported(vllm_config)
         offloading = _offloading_config(vllm_config, kv_cache_config)
         block_tokens = [group.tokens_per_block for group in offloading.groups]
         groups = {
@@ -303,31 +303,3 @@ def _offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             f"does not suit this model's KV cache: {error}",
             "launch with enable_prefix_caching=True, or without enable_xavier",
         ) from error
-
-
-def _refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises ConfigError for what would fail later, and worse."""
-    nodes = vllm_config.parallel_config.nnodes
-    if nodes > 1:
-        raise ConfigError(
-            "nnodes",
-            nodes,
-            "spreads one replica over several hosts, which sharing does not support",
-            "use one host per replica, or launch without enable_xavier",
-        )
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if not algorithm.startswith("sha256") and "PYTHONHASHSEED" not in os.environ:
-        raise ConfigError(
-            "prefix_caching_hash_algo",
-            algorithm,
-            "has a random seed in each process, so no two replicas would find the same chunk",
-            "use sha256, or set PYTHONHASHSEED to the same number for all replicas",
-        )
-    # With it, vLLM 0.33 prepares loads in a later step than the HIT, which protects no row so long.
-    if kv_cache_config.hisparse_host_num_blocks is not None:
-        raise ConfigError(
-            "hisparse_config",
-            vllm_config.attention_config.hisparse_config,
-            "keeps the cache in host memory in its own way, which sharing does not support",
-            "leave it out, or launch without enable_xavier",
-        )
