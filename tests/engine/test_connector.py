@@ -5,12 +5,19 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tests.engine.vllm_scheduler import Engine, MakeEngine, engine_config, slide_one_layer
+from tests.engine.vllm_scheduler import (
+    Engine,
+    MakeEngine,
+    engine_config,
+    request_of,
+    slide_one_layer,
+)
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.worker import OnlyLoads
 from xinference_xavier.errors import ConfigError
@@ -159,3 +166,29 @@ def test_the_slot_of_the_last_answered_token_is_not_stored(engine: Engine, answe
     engine.run()
     computed = 200 + answer - 1
     assert len(engine.stored_blocks) == computed // 128 * 4
+
+
+def test_a_prompt_of_tokens_and_embeddings_is_not_shared(engine: Engine) -> None:
+    """vLLM's keys do not tell which of its positions are embeddings. If this fails because they do,
+    such prompts can be shared."""
+    embeddings = {"prompt_embeds": torch.rand(300, 8)}
+    tokens = {"prompt_is_token_ids": [True] * 300}
+    one, other = (
+        request_of(
+            "r", [0] * 300, 1, engine.hasher, **embeddings, prompt_is_token_ids=[is_token] * 300
+        )
+        for is_token in (True, False)
+    )
+    assert one.block_hashes == other.block_hashes
+    engine.ask("mixed", [0] * 300, 2, **embeddings, **tokens)
+    engine.run()
+    engine.step()
+    assert engine.own.pool.counts().ready == 0
+    engine.forget()
+    engine.ask("embeddings", [0] * 300, 2, **embeddings)
+    engine.run()
+    engine.step()
+    assert engine.own.pool.counts().ready == 2
+    engine.forget()
+    engine.ask("mixed again", [0] * 300, 2, **embeddings, **tokens)
+    assert engine.step().num_scheduled_tokens == {"mixed again": 300}

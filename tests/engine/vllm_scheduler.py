@@ -107,9 +107,9 @@ class Core(EngineCore):
 
 
 def request_of(
-    req_id: str, prompt: Sequence[int], answer: int, hasher: Hasher, salt: str | None = None
+    req_id: str, prompt: Sequence[int], answer: int, hasher: Hasher, **more: Any
 ) -> Request:
-    """`answer` is its number of tokens."""
+    """`answer` is its number of tokens; `more` are vLLM's arguments."""
     return called(
         Request,
         request_id=req_id,
@@ -117,8 +117,8 @@ def request_of(
         sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
         pooling_params=None,
         arrival_time=0.0,
-        cache_salt=salt,
         block_hasher=hasher,
+        **more,
     )
 
 
@@ -181,8 +181,8 @@ class Engine:
         self.stored_blocks: list[int] = []
         self._done: dict[int, int] = {}
 
-    def ask(self, req_id: str, prompt: Sequence[int], tokens: int) -> None:
-        self.scheduler.add_request(request_of(req_id, prompt, tokens, self.hasher))
+    def ask(self, req_id: str, prompt: Sequence[int], tokens: int, **more: Any) -> None:
+        self.scheduler.add_request(request_of(req_id, prompt, tokens, self.hasher, **more))
 
     def step(self) -> SchedulerOutput:
         scheduled = self.begin_step()

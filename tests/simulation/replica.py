@@ -253,7 +253,7 @@ class Replica:
         )
 
     def _request(self, req_id: str, text: Text, prompt: int, answer: int) -> Request:
-        return request_of(req_id, text.tokens[:prompt], answer, self._hasher, text.salt)
+        return request_of(req_id, text.tokens[:prompt], answer, self._hasher, cache_salt=text.salt)
 
     def learn(self, text: Text) -> list[list[bytes]]:
         """Know what the keys of the text stand for. Returns those of whole chunks, by group."""

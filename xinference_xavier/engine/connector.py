@@ -175,6 +175,8 @@ class XavierConnector(WorkerSide):
             request.trace_headers,
             request.lora_request,
             request.cache_salt,
+            # vLLM's keys do not say which positions of a mixed prompt are embeddings.
+            ambiguous=request.prompt_is_token_ids is not None,
         )
         self._found(request, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)

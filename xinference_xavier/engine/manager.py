@@ -181,10 +181,12 @@ class XavierManager(OffloadingManager):
         trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         salt: str | None = None,
+        ambiguous: bool = False,
     ) -> None:
         """vLLM has `prefix_tokens` of the request in its own cache and looks up the rest.
 
-        The request's fetches belong to the trace that `trace_headers` names.
+        The request's fetches belong to the trace that `trace_headers` names. If its keys are
+        `ambiguous`, another prompt can have them, too.
         """
         request = self.requests[req_id]
         reuses = prefix_tokens > 0 or self.reuses_partial_blocks
@@ -195,6 +197,8 @@ class XavierManager(OffloadingManager):
                 request.probe, request.counted.prompt = probe, True
                 request.settle()
             request.trace_headers = trace_headers
+            if ambiguous:
+                request.excluded, self._all_share = True, False
             if lora_request is not None:
                 self._all_share = False
                 if request.adapter is None:
