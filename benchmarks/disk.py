@@ -198,7 +198,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _engine(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     kind = Kind(
-        arguments={"worker_extension_cls": "benchmarks.steps.StepTimes"},
+        arguments={"worker_extension_cls": "benchmarks.step_times.StepTimes"},
         options={"disk": str(folder), **ALWAYS_FETCH},
     )
     prompts = Prompts()

@@ -40,7 +40,7 @@ STEPS = 120
 STEP_LOADS = 20
 QUICK = {"SECONDS": 0.0, "STEP_LOADS": 5}
 _NAME = "engine"
-_KIND = Kind(arguments={"worker_extension_cls": "benchmarks.steps.StepTimes"})
+_KIND = Kind(arguments={"worker_extension_cls": "benchmarks.step_times.StepTimes"})
 
 
 def measure() -> dict[str, Any]:

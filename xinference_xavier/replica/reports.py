@@ -278,7 +278,7 @@ _EXPLAINED = {
     NotSharing.NOT_JOINED: "no tracker found yet",
     NotSharing.RESETTING: "the prefix cache is being reset",
     NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
-    NotSharing.ALONE: "the prefix cache was reset and the weights version is not set",
+    NotSharing.ALONE: "the weights may have changed and have no version",
     NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or none equally",
     NotSharing.NO_PEERS: "no other replica in this namespace",
 }
