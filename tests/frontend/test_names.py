@@ -3,14 +3,17 @@ and what is deleted leaves nothing behind."""
 
 import asyncio
 import difflib
+import multiprocessing
 import random
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.remote import PATIENCE
 from xinference_xavier.errors import PrefixNotFoundError
 from xinference_xavier.frontend import names as module
 from xinference_xavier.frontend.names import Names, Store
@@ -375,3 +378,17 @@ async def test_all_texts_have_so_many_bytes(file: Path, monkeypatch: pytest.Monk
     await store.remove([GUIDE.id])
     await store.add(OTHER, {"prompt": "x" * 600_000})
     await store.close()
+
+
+@pytest.mark.parametrize("thread", ["_reading", "_writing"])
+def test_a_file_that_never_answers_does_not_keep_the_process_from_ending(
+    file: Path, thread: str
+) -> None:
+    def hang() -> None:
+        getattr(Store(file), thread).submit(threading.Event().wait)
+
+    process = multiprocessing.get_context("fork").Process(target=hang)
+    process.start()
+    process.join(PATIENCE)
+    process.kill()
+    assert process.exitcode == 0

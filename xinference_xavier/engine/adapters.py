@@ -11,20 +11,32 @@ adapter's rows are neither stored nor loaded.
 vLLM's own prefix cache keeps the blocks of a replaced adapter and hands them to requests of the new
 one. Such requests store nothing (`Adapter.replaces`).
 
+What is known of an adapter is forgotten after vLLM has forgotten it, for then vLLM would load its
+files again. vLLM does so when it is told to, or when it has loaded too many others.
+
 Threading: the scheduler thread calls the methods, which return at once; a folder may be on a file
 system that hangs. One thread looks at the files, another one reads them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.lora.request import LoRARequest
+
+from xinference_xavier.engine.compat import engine_core
+from xinference_xavier.runtime.aio import DaemonThreads
+
+if TYPE_CHECKING:
+    from xinference_xavier.engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +44,20 @@ _PREFIXES = ("adapter", "new_embeddings")  # of the files that vLLM loads
 _PATIENCE = 1.0
 """Seconds that a request waits for a look at its adapter's files."""
 
+_MAX_CACHED = 10_000
+"""Names whose blocks vLLM's own cache may have: of each, we remember less than a kilobyte."""
+
 _Version = tuple[tuple[str, int, int, int], ...]
 """(path, inode, size, time of the last change) of each file."""
+_Name = tuple[str, str]
+"""What vLLM's chunk keys have of an adapter: its name and its path."""
 
 
 class Adapter:
     """One content of an adapter."""
 
-    def __init__(self, version: _Version) -> None:
+    def __init__(self, name: _Name, version: _Version) -> None:
+        self.name = name
         self.version = version
         self.content: bytes | None = None  # its digest
         self.changed = False
@@ -61,6 +79,7 @@ class Look:
     `deadline`, in seconds of its clock.
     """
 
+    number: int  # vLLM's, of the adapter
     deadline: float
     adapter: Adapter | None = None
     too_late: bool = False
@@ -81,17 +100,32 @@ class Look:
 
 
 class Adapters:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    """The adapters of an engine's unfinished `requests`, and those that vLLM has loaded."""
+
+    def __init__(
+        self, requests: Mapping[str, Request], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        core = engine_core()
+        self.loaded: Callable[[], Collection[int]] | None = core and core.list_loras
+        """Tells which adapters vLLM has. Without, none is forgotten."""
+        self._requests = requests
         self._clock = clock
-        self._loaded: dict[int, Adapter] = {}  # by vLLM's number of the adapter
-        self._versions: dict[str, _Version] = {}  # of the latest adapter of each name
-        self._looking = ThreadPoolExecutor(1, "xavier-adapter-files")
-        self._reading = ThreadPoolExecutor(1, "xavier-adapters")
+        self._known: dict[int, Adapter] = {}  # by vLLM's number of the adapter
+        self._enough = 0.0
+        """So many are known before vLLM is asked which it has: twice as many as it had, so that it
+        is asked once for as many as it has."""
+        self._cached: dict[_Name, _Version | None] = {}
+        """The version that computed the blocks of a name in vLLM's own cache; None if unknown."""
+        self._unlisted = False  # blocks of a name that is missing there
+        self._looking = DaemonThreads(1, "xavier-adapter-files")
+        self._reading = DaemonThreads(1, "xavier-adapters")
         self._latest: Look | None = None
 
     def look(self, request: LoRARequest) -> Look:
         """Look at the files that vLLM loads before it computes `request`, or has loaded."""
-        look = Look(self._clock() + _PATIENCE)
+        if len(self._known) > self._enough:
+            self._forget()
+        look = Look(request.lora_int_id, self._clock() + _PATIENCE)
         latest = self._latest
         look.too_late = latest is not None and latest.hangs
         self._latest = look
@@ -112,19 +146,46 @@ class Adapters:
         finally:
             self.look_again(request)
 
+    def remove(self, remove: Callable[[int], bool], number: int) -> bool:
+        """Have vLLM remove the adapter."""
+        removed = remove(number)
+        self._forget()
+        return removed
+
     def forget_replaced(self) -> None:
         """vLLM's own prefix cache is empty."""
-        self._looking.submit(self._forget_replaced)
+        self._looking.submit(self._forget_replaced, self._needed())
+
+    def _forget(self) -> None:
+        """Forget what vLLM would load again for a request that has not come yet."""
+        if self.loaded is not None:
+            kept = self._needed().union(self.loaded())
+            self._enough = math.inf
+            self._looking.submit(self._keep, kept)
+
+    def _needed(self) -> set[int]:
+        looks = (request.adapter for request in self._requests.values())
+        return {look.number for look in looks if look is not None}
 
     # -- on the thread that looks ---------------------------------------------------------------
 
-    def _forget_replaced(self) -> None:
-        for adapter in self._loaded.values():
+    def _keep(self, numbers: Collection[int]) -> None:
+        for number in self._known.keys() - numbers:
+            del self._known[number]
+        self._enough = 2.0 * len(numbers)
+
+    def _forget_replaced(self, needed: Collection[int]) -> None:
+        self._cached.clear()
+        self._unlisted = False
+        for adapter in self._known.values():
             adapter.replaces = False
+        for number in self._known.keys() & needed:
+            self._note(self._known[number])
 
     def _look(self, look: Look, request: LoRARequest) -> None:
         try:
             look.adapter = self._find(request, look)
+            self._note(look.adapter)
         except Exception:
             logger.exception("cannot tell adapters apart; not shared: name=%s", request.lora_name)
         finally:
@@ -132,7 +193,7 @@ class Adapters:
 
     def _find(self, request: LoRARequest, look: Look) -> Adapter:
         version = _version(request.lora_path)
-        adapter = self._loaded.get(request.lora_int_id)
+        adapter = self._known.get(request.lora_int_id)
         if adapter is not None and adapter.version == version:
             return adapter
         if adapter is not None and not request.load_inplace:
@@ -145,10 +206,8 @@ class Adapters:
             return adapter
         if adapter is not None:
             adapter.changed = True  # running requests compute with both
-        adapter = self._loaded[request.lora_int_id] = Adapter(version)
-        former = self._versions.get(request.lora_name, version)
-        self._versions[request.lora_name] = version
-        adapter.replaces = former != version
+        adapter = Adapter((request.lora_name, request.lora_path), version)
+        self._known[request.lora_int_id] = adapter
         if look.too_late:
             adapter.changed = True
             _warn("adapter's files answer too slowly", request)
@@ -157,6 +216,17 @@ class Adapters:
         else:
             _warn("adapter has no files here", request)
         return adapter
+
+    def _note(self, adapter: Adapter) -> None:
+        """vLLM's own cache will have blocks of the adapter."""
+        if len(self._cached) >= _MAX_CACHED:
+            self._cached.clear()
+            self._unlisted = True
+        version = None if self._unlisted or adapter.changed else adapter.version
+        if self._cached.setdefault(adapter.name, version) != version or version is None:
+            self._cached[adapter.name] = None
+            for each in self._known.values():
+                each.replaces |= each.name == adapter.name
 
     # -- on the thread that reads ---------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class XavierManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self.errors = SchedulerErrors(logger)
         self.requests: dict[str, Request] = {}  # unfinished ones by id
-        self.adapters = Adapters(clock)
+        self.adapters = Adapters(self.requests, clock)
         self.prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
         self.reuses_partial_blocks = False  # vLLM, without telling us
         self.shares = shares

@@ -7,7 +7,7 @@ be up to date. When prefixes were used is noted in memory and written by `tend`,
 waits for the disk. Texts that are deleted are overwritten, and the log that had them is emptied.
 
 Threading: one thread writes, another one reads, and calls return when it is done. So a request that
-reads never waits for a lock or for a disk that is full.
+reads never waits for a lock or for a disk that is full, and the end of the process for neither.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 from xinference_xavier.errors import PrefixNotFoundError, shown
 from xinference_xavier.frontend.prefix import NewPrefix, Prefix, Terms
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES
+from xinference_xavier.runtime.aio import DaemonThreads
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ _T = TypeVar("_T")
 class Store:
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._reading = ThreadPoolExecutor(1, "xavier-prefixes")
-        self._writing = ThreadPoolExecutor(1, "xavier-prefixes-writer")
+        self._reading = DaemonThreads(1, "xavier-prefixes")
+        self._writing = DaemonThreads(1, "xavier-prefixes-writer")
         # Until the file is open, there is an empty one in memory.
         self._reader = self._writer = self._connect(":memory:")
         self._seen = -1  # the version of the data that was read last
