@@ -50,7 +50,7 @@ def request(folder: Path, number: int = 1, *, load_inplace: bool = False) -> LoR
 
 
 def digest(folder: Path) -> bytes | None:
-    return Loaded({}).find(request(folder)).digest
+    return Loaded().find(request(folder)).digest
 
 
 def test_equal_adapters_share_wherever_they_are(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_adapter_that_changes_on_disk_is_no_longer_shared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM keeps what it has loaded, or loads it again: nobody can tell."""
-    adapters = Loaded({})
+    adapters = Loaded()
     found = adapters.find(request(adapter(tmp_path / "a")))
     assert found.digest is not None
     adapter(tmp_path / "a", "other weights")
@@ -87,7 +87,7 @@ def test_an_adapter_that_changes_on_disk_is_no_longer_shared(
 
 
 def test_an_adapter_that_vllm_loads_in_place_is_another_one(tmp_path: Path) -> None:
-    adapters = Loaded({})
+    adapters = Loaded()
     before = adapters.find(request(adapter(tmp_path / "a")))
     own = before.digest
     adapter(tmp_path / "a", "other weights")
@@ -117,7 +117,7 @@ def test_a_key_keeps_its_group() -> None:
 
 def test_an_adapter_of_the_same_name_replaces_the_former_one(tmp_path: Path) -> None:
     """vLLM may load it in place or under another number; its own cache knows only the name."""
-    adapters = Loaded({})
+    adapters = Loaded()
     first = adapters.find(request(adapter(tmp_path / "a")))
     assert not first.replaces
     assert not adapters.find(request(tmp_path / "a", 2)).replaces, "it is the same one"
@@ -126,7 +126,7 @@ def test_an_adapter_of_the_same_name_replaces_the_former_one(tmp_path: Path) -> 
     adapter(tmp_path / "a", "third weights")
     in_place = adapters.find(request(tmp_path / "a", 3, load_inplace=True))
     assert in_place.replaces
-    adapters.forget_replaced()
+    adapters.forget_replaced(())
     settle(adapters)
     assert not in_place.replaces
 
@@ -135,8 +135,8 @@ def test_what_replaces_an_adapter_is_the_same_adapter_under_another_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own cache still has the first one's blocks. Its keys have the path, too."""
-    monkeypatch.setattr(adapters_module, "_MAX_CACHED", 2)
-    adapters = Loaded({})
+    monkeypatch.setattr(adapters_module, "_MAX_KNOWN", 2)
+    adapters = Loaded()
     first = adapters.find(request(adapter(tmp_path / "a")))
     adapter(tmp_path / "a", "other weights")
     again = [adapters.find(request(tmp_path / "a", number)) for number in (2, 3)]
@@ -145,43 +145,22 @@ def test_what_replaces_an_adapter_is_the_same_adapter_under_another_number(
     assert not elsewhere.replaces
     adapters.find(request(adapter(tmp_path / "c"), 5))
     assert adapters.find(request(adapter(tmp_path / "d"), 6)).replaces, "nobody remembers all names"
-    adapters.forget_replaced()
+    adapters.forget_replaced(())
     settle(adapters)
     assert not adapters.find(request(tmp_path / "d", 7)).replaces
 
 
-class TestForgotten:
-    """What vLLM has forgotten it loads again, so what was known of it means nothing."""
-
-    def test_so_many_are_known_as_vllm_has(self, tmp_path: Path) -> None:
-        adapters, asked, had = Loaded({}), 0, set[int]()
-
-        def loaded() -> set[int]:
-            nonlocal asked
-            asked += 1
-            return had
-
-        adapters.loaded = loaded
-        for number in range(1, 101):
-            had = {number - 2, number - 1}
-            adapters.look(request(adapter(tmp_path / str(number)), number))
-            assert len(adapters._known) <= 2 * len(had) + 1
-        assert asked < 50 + len(had)
-
-    def test_one_that_is_removed_may_come_back_with_other_content(
-        self, vllm: Scheduling, tmp_path: Path
-    ) -> None:
-        """Unless a request needs it: vLLM loads it again for that, and nobody knows when."""
-        adapters = vllm.manager.adapters = Loaded(vllm.manager.requests, vllm.clock)
-        adapters.loaded = set
-        for content, running in (("first", False), ("second", True)):
-            lora = request(adapter(tmp_path / "a", content))
-            assert adapters.find(lora).digest == digest(tmp_path / "a")
-            if running:
-                vllm.attempt(vllm.ask(4), lora_request=lora)
-            assert adapters.remove(lambda number: number == 1, 1)
-        adapter(tmp_path / "a", "third")
-        assert adapters.find(lora).digest is None
+def test_an_adapter_that_may_have_been_forgotten_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may still have what its files were once."""
+    monkeypatch.setattr(adapters_module, "_MAX_KNOWN", 3)
+    adapters = Loaded()
+    loras = [request(adapter(tmp_path / str(number)), number) for number in range(1, 6)]
+    for lora in (*loras[:3], loras[0], *loras[3:]):
+        assert adapters.find(lora).digest is not None
+    assert adapters.find(loras[0]).digest is not None, "it was used lately"
+    assert adapters.find(loras[1]).digest is None
 
 
 @contextmanager
@@ -201,7 +180,7 @@ class TestPreloaded:
     @pytest.mark.parametrize("change", ["while it is loaded", "afterwards", "never"])
     def test_it_is_what_was_loaded_then(self, tmp_path: Path, change: str) -> None:
         """Once its files change, nobody can tell what that was."""
-        adapters = Loaded({})
+        adapters = Loaded()
         lora = request(adapter(tmp_path / "a"))
 
         def load(_: LoRARequest) -> bool:
@@ -219,7 +198,7 @@ class TestPreloaded:
     def test_an_error_of_vllm_is_passed_on(self, tmp_path: Path) -> None:
         load = Mock(side_effect=ValueError("no such adapter"))
         with pytest.raises(ValueError, match="no such adapter"):
-            Loaded({}).load(load, request(tmp_path / "a"))
+            Loaded().load(load, request(tmp_path / "a"))
 
 
 class TestSlowFiles:
@@ -229,7 +208,7 @@ class TestSlowFiles:
         os.mkfifo(tmp_path / "adapter_model.safetensors")  # nobody writes to it
 
         def look() -> None:
-            Adapters({}).look(request(tmp_path)).ended.wait()
+            Adapters().look(request(tmp_path)).ended.wait()
 
         process = multiprocessing.get_context("fork").Process(target=look)
         process.start()
@@ -272,7 +251,7 @@ class TestRequests:
     @pytest.fixture
     def vllm(self) -> Scheduling:
         vllm = Scheduling()
-        vllm.manager.adapters = Loaded(vllm.manager.requests, vllm.clock)
+        vllm.manager.adapters = Loaded(vllm.clock)
         return vllm
 
     @staticmethod

@@ -118,7 +118,7 @@ class TestManager:
         assert Events(vllm).stored == {row.key}
 
     def test_an_adapter_s_chunks_have_vllm_s_keys(self, vllm: Scheduling, tmp_path: Path) -> None:
-        vllm.manager.adapters = test_adapters.Loaded(vllm.manager.requests, vllm.clock)
+        vllm.manager.adapters = test_adapters.Loaded(vllm.clock)
         lora = test_adapters.request(test_adapters.adapter(tmp_path / "a"))
         test_adapters.TestRequests.run(vllm, "stores", lora)
         assert Events(vllm).stored == {*chunks("prompt", 4)}

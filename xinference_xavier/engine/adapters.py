@@ -11,32 +11,24 @@ adapter's rows are neither stored nor loaded.
 vLLM's own prefix cache keeps the blocks of a replaced adapter and hands them to requests of the new
 one. Such requests store nothing (`Adapter.replaces`).
 
-What is known of an adapter is forgotten after vLLM has forgotten it, for then vLLM would load its
-files again. vLLM does so when it is told to, or when it has loaded too many others.
+What is known is bounded: a training run may have an adapter for each of its steps. An adapter that
+was forgotten is not shared if it comes again, as nobody knows whether vLLM still has it.
 
 Threading: the scheduler thread calls the methods, which return at once; a folder may be on a file
 system that hangs. One thread looks at the files, another one reads them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vllm.lora.request import LoRARequest
 
-from xinference_xavier.engine.compat import engine_core
 from xinference_xavier.runtime.aio import DaemonThreads
-
-if TYPE_CHECKING:
-    from xinference_xavier.engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +36,8 @@ _PREFIXES = ("adapter", "new_embeddings")  # of the files that vLLM loads
 _PATIENCE = 1.0
 """Seconds that a request waits for a look at its adapter's files."""
 
-_MAX_CACHED = 10_000
-"""Names whose blocks vLLM's own cache may have: of each, we remember less than a kilobyte."""
+_MAX_KNOWN = 10_000
+"""Adapters, of each of which we remember less than a kilobyte."""
 
 _Version = tuple[tuple[str, int, int, int], ...]
 """(path, inode, size, time of the last change) of each file."""
@@ -100,20 +92,11 @@ class Look:
 
 
 class Adapters:
-    """The adapters of an engine's unfinished `requests`, and those that vLLM has loaded."""
-
-    def __init__(
-        self, requests: Mapping[str, Request], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        core = engine_core()
-        self.loaded: Callable[[], Collection[int]] | None = core and core.list_loras
-        """Tells which adapters vLLM has. Without, none is forgotten."""
-        self._requests = requests
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[int, Adapter] = {}  # by vLLM's number of the adapter
-        self._enough = 0.0
-        """So many are known before vLLM is asked which it has: twice as many as it had, so that it
-        is asked once for as many as it has."""
+        self._known: dict[int, Adapter] = {}  # by vLLM's number of the adapter, the latest last
+        self._forgotten = 0
+        """The highest number of an adapter that was forgotten."""
         self._cached: dict[_Name, _Version | None] = {}
         """The version that computed the blocks of a name in vLLM's own cache; None if unknown."""
         self._unlisted = False  # blocks of a name that is missing there
@@ -123,8 +106,6 @@ class Adapters:
 
     def look(self, request: LoRARequest) -> Look:
         """Look at the files that vLLM loads before it computes `request`, or has loaded."""
-        if len(self._known) > self._enough:
-            self._forget()
         look = Look(request.lora_int_id, self._clock() + _PATIENCE)
         latest = self._latest
         look.too_late = latest is not None and latest.hangs
@@ -146,33 +127,11 @@ class Adapters:
         finally:
             self.look_again(request)
 
-    def remove(self, remove: Callable[[int], bool], number: int) -> bool:
-        """Have vLLM remove the adapter."""
-        removed = remove(number)
-        self._forget()
-        return removed
-
-    def forget_replaced(self) -> None:
-        """vLLM's own prefix cache is empty."""
-        self._looking.submit(self._forget_replaced, self._needed())
-
-    def _forget(self) -> None:
-        """Forget what vLLM would load again for a request that has not come yet."""
-        if self.loaded is not None:
-            kept = self._needed().union(self.loaded())
-            self._enough = math.inf
-            self._looking.submit(self._keep, kept)
-
-    def _needed(self) -> set[int]:
-        looks = (request.adapter for request in self._requests.values())
-        return {look.number for look in looks if look is not None}
+    def forget_replaced(self, needed: Collection[int]) -> None:
+        """vLLM's own prefix cache is empty. Requests that have not ended need these adapters."""
+        self._looking.submit(self._forget_replaced, needed)
 
     # -- on the thread that looks ---------------------------------------------------------------
-
-    def _keep(self, numbers: Collection[int]) -> None:
-        for number in self._known.keys() - numbers:
-            del self._known[number]
-        self._enough = 2.0 * len(numbers)
 
     def _forget_replaced(self, needed: Collection[int]) -> None:
         self._cached.clear()
@@ -193,9 +152,11 @@ class Adapters:
 
     def _find(self, request: LoRARequest, look: Look) -> Adapter:
         version = _version(request.lora_path)
-        adapter = self._known.get(request.lora_int_id)
-        if adapter is not None and adapter.version == version:
-            return adapter
+        adapter = self._known.pop(request.lora_int_id, None)
+        if adapter is not None:
+            self._known[request.lora_int_id] = adapter
+            if adapter.version == version:
+                return adapter
         if adapter is not None and not request.load_inplace:
             if not adapter.changed:
                 logger.warning(
@@ -208,7 +169,14 @@ class Adapters:
             adapter.changed = True  # running requests compute with both
         adapter = Adapter((request.lora_name, request.lora_path), version)
         self._known[request.lora_int_id] = adapter
-        if look.too_late:
+        if len(self._known) > _MAX_KNOWN:
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._forgotten = max(self._forgotten, oldest)
+        if request.lora_int_id <= self._forgotten:
+            adapter.changed = True
+            _warn("adapter may have been used before ten thousand others", request)
+        elif look.too_late:
             adapter.changed = True
             _warn("adapter's files answer too slowly", request)
         elif version:
@@ -219,7 +187,7 @@ class Adapters:
 
     def _note(self, adapter: Adapter) -> None:
         """vLLM's own cache will have blocks of the adapter."""
-        if len(self._cached) >= _MAX_CACHED:
+        if len(self._cached) >= _MAX_KNOWN:
             self._cached.clear()
             self._unlisted = True
         version = None if self._unlisted or adapter.changed else adapter.version

@@ -95,7 +95,6 @@ class XavierConnector(WorkerSide):
             self.errors = manager.errors
             compat.watch_engine(
                 add_lora=manager.adapters.load,
-                remove_lora=manager.adapters.remove,
                 collective_rpc=self._call_workers,
                 set_weight_version=self._name_weights,
             )

@@ -95,7 +95,7 @@ class XavierManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self.errors = SchedulerErrors(logger)
         self.requests: dict[str, Request] = {}  # unfinished ones by id
-        self.adapters = Adapters(self.requests, clock)
+        self.adapters = Adapters(clock)
         self.prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
         self.reuses_partial_blocks = False  # vLLM, without telling us
         self.shares = shares
@@ -401,7 +401,8 @@ class XavierManager(OffloadingManager):
         """vLLM tried to empty its own prefix cache, which it refuses while any block is in use."""
         self.prefix_cache_is_stale = not done
         if done:
-            self.adapters.forget_replaced()
+            looks = (request.adapter for request in self.requests.values())
+            self.adapters.forget_replaced({look.number for look in looks if look is not None})
 
     def rejoin(self, weights_version: str) -> None:
         """Share with the replicas of these weights what is computed from now on."""
