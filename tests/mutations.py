@@ -113,6 +113,56 @@ MUTATIONS = (
         "a replica gets rows from a peer that was reset and may compute others",
         ("tests/replica/test_donor.py",),
     ),
+    Mutation(
+        "engine/worker.py",
+        "        wait(copying)\n        return sum(copied.result() for copied in copying)\n",
+        '        done, _ = wait(copying, return_when="FIRST_COMPLETED")\n'
+        "        return sum(copied.result() for copied in done)\n",
+        "a row is a hit while one of two threads still copies its blocks",
+        ("tests/engine/test_worker.py",),
+    ),
+    Mutation(
+        "engine/spec.py",
+        '                "pages": note.pages,\n',
+        "",
+        "replicas whose kernels lay out pages differently use each other's rows",
+        ("tests/engine/test_spec.py",),
+    ),
+    Mutation(
+        "replica/fetcher.py",
+        "if self._differs(fetch.donor) or parts != self._namespace.parts:",
+        "if self._differs(fetch.donor):",
+        "rows are used that arrive after a replica has left peers that compute others",
+        ("tests/replica/test_peer_tier.py",),
+    ),
+    Mutation(
+        "replica/hot_chunks.py",
+        "row.origin = row.replicated_from = donor",
+        "row.replicated_from = donor",
+        "rows of a warm join are saved, compared and kept as if computed here",
+        ("tests/replica/test_hot_chunks.py",),
+    ),
+    Mutation(
+        "engine/manager.py",
+        "        self.probes.reset()\n",
+        "",
+        "after new weights, what was computed with the old ones still counts as compared",
+        ("tests/engine/test_probes.py",),
+    ),
+    Mutation(
+        "replica/disk.py",
+        "        self.move(None)\n        self._sketches.clear()\n",
+        "        self.move(None)\n",
+        "the store of new weights is begun, or opened, by what the old ones computed",
+        ("tests/replica/test_disk.py",),
+    ),
+    Mutation(
+        "disk.py",
+        '" WHERE slot = ? AND key IS NULL",\n                    (key,',
+        '" WHERE slot = ?",\n                    (key,',
+        "a writer that stood still removes the entry of whoever has its slot",
+        ("tests/test_disk.py",),
+    ),
     # -- rollback ------------------------------------------------------------------------------
     Mutation(
         "replica/peer_tier.py",

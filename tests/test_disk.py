@@ -127,9 +127,13 @@ def test_no_two_writers_get_one_slot(store: NumberedStore) -> None:
 
 
 def test_slots_of_a_writer_that_died_are_handed_out_later(store: NumberedStore) -> None:
-    store.reserve(SLOTS)
+    """One that only stood still enters nothing over what has taken its place."""
+    late = store.another()
+    slots = late.reserve(SLOTS)
     store.clock.now += 599.0
-    assert len(store.reserve(1)) == 1
+    assert store.save(1) == slots[:1]
+    late.commit([(slots[0], key(2), 0)])
+    assert store.saved() == {1}
 
 
 def test_a_chunk_that_two_have_written_is_there_once(store: NumberedStore) -> None:

@@ -335,28 +335,36 @@ class TestAudit:
 class TestReset:
     """The engine's weights may have changed."""
 
-    def test_the_canary_is_computed_again(self) -> None:
-        scene = Scene().after_canaries()
-        scene.probes.reset()
+    @pytest.fixture
+    def scene(self) -> Scene:
+        return Scene()
+
+    @pytest.fixture
+    def vllm(self, scene: Scene) -> Scheduling:
+        return probing(scene)
+
+    def test_the_canary_is_computed_again(self, scene: Scene, vllm: Scheduling) -> None:
+        scene.after_canaries()
+        vllm.manager.reset_cache()
         scene.next()
         (one, _), (again, _) = scene.queued.asked
         assert one == again
 
-    def test_what_was_computed_before_is_not_compared(self) -> None:
-        scene = Scene()
+    def test_what_was_computed_before_is_not_compared(self, scene: Scene, vllm: Scheduling) -> None:
         before = scene.next()
-        scene.probes.reset()
+        vllm.manager.reset_cache()
         assert scene.compute(before) == []
         assert_unused(scene.pool)
 
     @pytest.mark.parametrize("sampled", [False, True])
-    def test_rows_from_before_are_not_audited(self, sampled: bool) -> None:
-        scene = Scene().after_canaries()
+    def test_rows_from_before_are_not_audited(
+        self, scene: Scene, vllm: Scheduling, sampled: bool
+    ) -> None:
+        scene.after_canaries()
         scene.load(CHUNK)
         if sampled:
             scene.probes._sample_loaded()
-        scene.probes.reset()
-        scene.pool.reset()
+        vllm.manager.reset_cache()
         scene.compute(scene.next())
         asked = len(scene.queued.asked)
         scene.probes.work()

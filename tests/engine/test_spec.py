@@ -41,6 +41,7 @@ from xinference_xavier.engine.spec import (
 from xinference_xavier.engine.worker import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool.region import ROW_ALIGNMENT, receive_region
+from xinference_xavier.replica.replica import Replica
 
 MiB, GiB = 1 << 20, 1 << 30
 BLOCK_TOKENS = 16
@@ -174,6 +175,30 @@ def test_a_refusal_names_the_least_size_in_the_option_s_units() -> None:
     with pytest.raises(ConfigError, match=f"use at least {2 * MIN_ROWS * MiB}$"):
         gib(cache=4, free=64, engines=2, given=31 / 1024)
     assert gib(cache=4, free=64, engines=2, given=32 / 1024) == MIN_ROWS / 1024
+
+
+def test_replicas_whose_workers_have_other_pages_do_not_meet(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a worker knows what its pages are like. Their sizes may be equal."""
+    replicas: list[Replica] = []
+    monkeypatch.setattr(Replica, "start", lambda replica: replicas.append(replica))
+    engine = engine_config(model_folder), cache_config
+
+    def namespace(kernels: str, block_bytes: int = BLOCK_BYTES) -> str:
+        config = replace(offloading_config(options()), worker_kv_bytes_per_block=block_bytes)
+        spec = XavierSpec(config)
+        spec.describe = lambda _: WorkerNote([{"kernels": [kernels]}], True, {})
+        worker = spec.get_worker(kv_caches([PAGES]))
+        config.extra_config[ENGINE] = engine
+        XavierSpec(config).get_manager()
+        worker.shutdown()
+        return replicas[-1]._namespace.current
+
+    own = namespace("amx")
+    assert namespace("amx") == own
+    assert namespace("vec") != own
+    assert namespace("amx", block_bytes=BLOCK_BYTES + 8) != own, "a row is as long as before"
 
 
 class TestWorkers:

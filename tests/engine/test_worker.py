@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.worker import DeviceRegion, HostWorker, OnlyLoads, _Job
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker, OnlyLoads, _Placement
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 ROWS = 8
@@ -153,7 +153,8 @@ def test_jobs_run_in_order_of_submission(working: HostWorker, caches: CanonicalK
 
 
 class HeldWorker(HostWorker):
-    """Copies only when `gate` is open, and records when it does."""
+    """Each job has one block, and the thread that copies it waits for `gate`. The other one has
+    nothing to do. Records what was copied."""
 
     def __init__(self, caches: CanonicalKVCaches, region: Region) -> None:
         super().__init__(caches, region, 1, 0)
@@ -165,10 +166,12 @@ class HeldWorker(HostWorker):
         for job_id in (1, 2):
             self.submit_store(job_id, one_group([job_id]), CPULoadStoreSpec([job_id]))
 
-    def _copy(self, job: _Job) -> int:
-        self.gate.wait()
-        self.log.append(f"copied {job.job_id}")
-        return super()._copy(job)
+    def _copy_blocks(self, is_store: bool, placements: Iterator[_Placement]) -> int:
+        found = [*placements]
+        for placement in found:
+            self.gate.wait()
+            self.log.append(f"copied {placement.block}")
+        return super()._copy_blocks(is_store, iter(found))
 
 
 @pytest.fixture
@@ -205,7 +208,7 @@ def test_wait_returns_only_when_its_jobs_are_done(held: HeldWorker) -> None:
 def test_the_oldest_job_can_be_waited_for(held: HeldWorker) -> None:
     assert held.await_finished(3600.0), "there is nothing to wait for"
     held.submit()
-    assert not held.await_finished(0.0)
+    assert not held.await_finished(0.1), "a thread is still at work"
     opening = threading.Thread(target=held.gate.set)
     opening.start()
     assert held.await_finished(3600.0)

@@ -13,6 +13,7 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
+from xinference_xavier.protocol.transfer import Grant, GrantRequest, PullOrder, PullResult, Ticket
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -75,44 +76,101 @@ class Loop:
         self._loop.close()
 
 
-async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namespace() -> None:
+class Fetching:
+    """A fetcher. Its `donor` grants all that it is asked for, and the rows arrive when `arrive` is
+    set; a move to another namespace ends when `moved` is set."""
+
+    def __init__(self) -> None:
+        self.pool = Pool(ROWS)
+        self.moved, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
+        self.namespace = SharedNamespace("namespace", lambda _: self.moved.wait())  # type: ignore[arg-type]
+        self.rolled_back: list[str] = []
+        self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
+        self.canary: Any = SimpleNamespace(
+            trusts=lambda _: True, differing=set(), doubt=lambda _: None
+        )
+        process: Any = SimpleNamespace(pull=self._pull)
+        self.fetcher = Fetcher(
+            incarnation="own",
+            pool=self.pool,
+            row_bytes=1,
+            process=process,
+            namespace=self.namespace,
+            mirror=Mirror("own"),
+            canary=self.canary,
+            disk=None,
+            arrived=lambda rows: None,
+            rolled_back=lambda fetch, reason: self.rolled_back.append(reason),
+        )
+
+    def fetch(self) -> asyncio.Future[None]:
+        rows = self.pool.reserve([b"key"], redundant=None).rows
+        deadline = asyncio.get_running_loop().time() + 60.0
+        return self.fetcher.start(PeerFetch("donor", rows, deadline))
+
+    async def _grant(self, request: GrantRequest) -> Grant:
+        count = len(request.keys)
+        ticket = Ticket.sign(b"key", request.consumer, range(count), 1.0)
+        return Grant(1, (0,) * count, ticket, "127.0.0.1:1", None, False, 1)
+
+    async def _release(self, grant_id: int) -> None:
+        pass
+
+    async def _pull(self, order: PullOrder) -> PullResult:
+        self.pulling.set()
+        await self.arrive.wait()
+        return PullResult(len(order.slots), None, "gloo")
+
+
+@pytest.fixture
+async def fetching() -> Fetching:
+    return Fetching()
+
+
+async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namespace(
+    fetching: Fetching,
+) -> None:
     """A row that a warm join reserves just after the pool was reset would get the old weights'
     bytes."""
-    pool, mirror = Pool(ROWS), Mirror("own")
-    moved = asyncio.Event()
-
-    async def move(_: str) -> None:
-        await moved.wait()
-
-    namespace = SharedNamespace("namespace", move)
-    peers: Any = SimpleNamespace(trusts=lambda _: True)
-    rolled_back: list[str] = []
-    fetcher = Fetcher(
-        incarnation="own",
-        pool=pool,
-        row_bytes=1,
-        process=peers,
-        namespace=namespace,
-        mirror=mirror,
-        canary=peers,
-        disk=None,
-        arrived=lambda rows: None,
-        rolled_back=lambda fetch, reason: rolled_back.append(reason),
-    )
-
-    async def fetch() -> None:
-        rows = pool.reserve([b"key"], redundant=None).rows
-        await fetcher.start(PeerFetch("donor", rows, asyncio.get_running_loop().time() + 60.0))
-
-    namespace.announce_reset()
-    pool.reset()
-    isolating = asyncio.ensure_future(namespace.isolate())
-    await fetch()
-    moved.set()
+    fetching.namespace.announce_reset()
+    fetching.pool.reset()
+    isolating = asyncio.ensure_future(fetching.namespace.isolate())
+    await fetching.fetch()
+    fetching.moved.set()
     await isolating
-    await fetch()
-    assert rolled_back == ["reset", "donor gone"], "then it knows no peers"
-    assert pool.counts().filling == 0
+    await fetching.fetch()
+    assert fetching.rolled_back == ["reset", "donor gone"], "then it knows no peers"
+    assert fetching.pool.counts().filling == 0
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "reason"),
+    [
+        ("nothing", None),
+        ("parted", "not compared"),
+        ("differs", "not compared"),
+        ("reset", "reset"),
+    ],
+)
+async def test_rows_are_used_if_on_arrival_their_donor_is_still_known_to_compute_the_same(
+    fetching: Fetching, meanwhile: str, reason: str | None
+) -> None:
+    fetching.fetcher._donors["donor"] = fetching.donor
+    fetching.moved.set()
+    ended = fetching.fetch()
+    await fetching.pulling.wait()
+    match meanwhile:
+        case "parted":
+            await fetching.namespace.part()
+        case "differs":
+            fetching.canary.differing.add("donor")
+        case "reset":
+            fetching.pool.reset()
+    fetching.arrive.set()
+    await ended
+    assert fetching.rolled_back == ([] if reason is None else [reason])
+    assert (fetching.pool.lookup(b"key") is None) == (reason is not None)
+    assert fetching.pool.counts().filling + fetching.pool.counts().quarantined == 0
 
 
 @pytest.fixture
