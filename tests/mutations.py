@@ -133,7 +133,7 @@ MUTATIONS = (
         "if self._differs(fetch.donor) or parts != self._namespace.parts:",
         "if self._differs(fetch.donor):",
         "rows are used that arrive after a replica has left peers that compute others",
-        ("tests/replica/test_peer_tier.py",),
+        ("tests/replica/test_fetcher.py",),
     ),
     Mutation(
         "replica/hot_chunks.py",
@@ -162,6 +162,103 @@ MUTATIONS = (
         '" WHERE slot = ?",\n                    (key,',
         "a writer that stood still removes the entry of whoever has its slot",
         ("tests/test_disk.py",),
+    ),
+    Mutation(
+        "replica/peer_tier.py",
+        "            background.namespace.announce_reset()\n        self.pool.reset()\n",
+        "            pass\n"
+        "        self.pool.reset()\n"
+        "        if background is not None:\n"
+        "            background.namespace.announce_reset()\n",
+        "a row that is reserved during a reset gets what peers with the old weights send",
+        ("tests/replica/test_peer_tier.py",),
+    ),
+    Mutation(
+        "replica/peer_tier.py",
+        "            background.post(background.canary.reset)\n",
+        "",
+        "after new weights, peers are still trusted for what the old ones computed",
+        ("tests/replica/test_peer_tier.py",),
+    ),
+    Mutation(
+        "replica/peer_tier.py",
+        "            background.post(self.disk.reset)\n",
+        "            pass\n",
+        "after new weights, a disk is still used as that of the old ones",
+        ("tests/replica/test_disk.py",),
+    ),
+    Mutation(
+        "replica/replica.py",
+        "shares = self.tier.sharing and self.mirror.enabled",
+        "shares = self.mirror.enabled",
+        "during a reset, peers with the old weights get what the new ones computed",
+        ("tests/replica/test_peer_tier.py",),
+    ),
+    Mutation(
+        "replica/replica.py",
+        "(parts or row.origin == peer)",
+        "(row.origin == peer)",
+        "rows of peers that a replica has left, because they compute others, stay in use",
+        ("tests/replica/test_canary.py",),
+    ),
+    Mutation(
+        "replica/fetcher.py",
+        "        if not self._canary.trusts(fetch.donor):\n"
+        '            raise GrantRefusedError("not compared")\n',
+        "",
+        "rows are fetched from a peer with which nothing was compared",
+        ("tests/replica/test_fetcher.py",),
+    ),
+    Mutation(
+        "replica/transfer_process.py",
+        "        _kill(child.process)\n        await child.exited\n",
+        "        _kill(child.process)\n",
+        "a slot gets another chunk while a process that hung still writes to it",
+        ("tests/replica/test_transfer_process.py",),
+    ),
+    Mutation(
+        "replica/canary.py",
+        "        if self._own_sketch(key) != own:  # a reset came in between\n            return\n",
+        "",
+        "a peer is trusted because of what was computed before a reset",
+        ("tests/replica/test_canary.py",),
+    ),
+    Mutation(
+        "replica/canary.py",
+        "        if namespace != self._namespace.current or peer",
+        "        if peer",
+        "a peer of another namespace becomes trusted",
+        ("tests/replica/test_canary.py",),
+    ),
+    Mutation(
+        "replica/canary.py",
+        "        self._compared.clear()\n",
+        "",
+        "after new weights, replicas do not compare themselves deep in a prompt again",
+        ("tests/replica/test_canary.py",),
+    ),
+    Mutation(
+        "replica/canary.py",
+        "        self._set_trusted(self._trusted & members)\n",
+        "",
+        "a peer that left, and came back with other weights, is trusted at once",
+        ("tests/replica/test_canary.py",),
+    ),
+    Mutation(
+        "replica/disk.py",
+        "        if namespace != self._namespace:  # it has changed meanwhile\n"
+        "            await self._call(store.close)\n"
+        "            return None\n",
+        "",
+        "what new weights compute is saved to the store of the old ones",
+        ("tests/replica/test_disk.py",),
+    ),
+    Mutation(
+        "transfer/links.py",
+        " or progress.verified or isinstance(error, ChecksumError):",
+        " or isinstance(error, ChecksumError):",
+        "rows count twice after a link broke, and unverified ones become hits",
+        ("tests/transfer/test_receiver.py",),
     ),
     # -- rollback ------------------------------------------------------------------------------
     Mutation(

@@ -5,6 +5,7 @@ import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ from tests.harness.replicas import (
     wait_until,
 )
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import Pool, flush
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION
+from xinference_xavier.replica import canary as module
 from xinference_xavier.replica.canary import (
     Canary,
     Difference,
@@ -45,6 +48,7 @@ def scaled(factor: float, layer: str = "layer 1") -> dict[str, tuple[str, list[f
 FIRST_LAYER = {"layer 0": SKETCH["layer 0"]}
 BACKWARDS = {layer: (dtype, SAMPLES[::-1]) for layer, (dtype, _) in SKETCH.items()}
 ZEROS = {"layer 0": ("float32", [0.0, 0.0])}
+FOUND = Difference("layer", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -85,57 +89,138 @@ def test_a_difference_is_relative_to_the_size_of_the_samples(
     assert found == (expected and (expected[0], pytest.approx(expected[1])))
 
 
-class TestWhatDiffers:
-    """Two peers in our namespace compute other rows than we do."""
+LONG = b"a long canary"
 
-    @pytest.fixture
-    def mirror(self) -> Mirror:
-        mirror = Mirror("own")
-        self.join(mirror, "eldest", "own", "peer")
-        return mirror
 
-    @pytest.fixture
-    def canary(self, mirror: Mirror) -> Canary:
+class Scene:
+    """A replica in a namespace with an elder and a younger peer. While `answering` is set, peers
+    answer with our own sketches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.moves: list[str] = []
         self.told: list[tuple[str, bool]] = []
+        self.asked, self.answering = asyncio.Event(), asyncio.Event()
+        self.answering.set()
+        self.mirror = Mirror("own")
+        self.join("eldest", "own", "peer")
+        namespace = SharedNamespace("namespace", self._move)
+        self.canary = Canary("own", lambda _: None, self.mirror, namespace, self._differs)
+        self.canary.probed(KEY, SKETCH)
+        monkeypatch.setattr(module, "ask", self._ask)
 
-        async def move(namespace: str) -> None:
-            self.moves.append(namespace)
-
-        def differs(peer: str, found: Difference, parts: bool) -> None:
-            self.told.append((peer, parts))
-
-        namespace = SharedNamespace("namespace", move)
-        canary = Canary("own", lambda _: None, mirror, namespace, differs)
-        canary.probed(KEY, SKETCH)
-        return canary
-
-    def join(self, mirror: Mirror, *names: str) -> None:
+    def join(self, *names: str) -> None:
         members = tuple(Member(name, "host:1") for name in names)
-        mirror.apply(Update(1, "epoch", True, Settings(1, True), 1, members, ()))
+        self.mirror.apply(Update(1, "epoch", True, Settings(1, True), 1, members, ()))
 
-    def ask(self, canary: Canary, peer: str) -> None:
-        assert canary.answer(PROTOCOL_VERSION, "namespace", peer, KEY, scaled(2.0)) == SKETCH
+    def answers(self, peer: str, sketch: Sketch, namespace: str = "namespace") -> Sketch | None:
+        """What it answers the peer. It judges the peer's sketch when the loop runs."""
+        return self.canary.answer(PROTOCOL_VERSION, namespace, peer, KEY, sketch)
 
-    async def test_from_the_eldest_member_leaves_the_namespace(self, canary: Canary) -> None:
-        self.ask(canary, "peer")
+    async def compares(self) -> bytes | None:
+        """Compare the next chunk, if any, with the younger peer."""
+        key = self.canary._common_chunk("peer")
+        if key is not None:
+            await self.canary._compare("peer", key)
+        return key
+
+    async def _move(self, namespace: str) -> None:
+        self.moves.append(namespace)
+
+    def _differs(self, peer: str, found: Difference, parts: bool) -> None:
+        self.told.append((peer, parts))
+
+    async def _ask(self, seconds: float, address: str, *question: Any) -> Sketch:
+        self.asked.set()
+        await self.answering.wait()
+        sketch: Sketch = question[-1]
+        return sketch
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+class TestWhatDiffers:
+    """Peers in our namespace compute other rows than we do."""
+
+    async def test_from_the_eldest_member_leaves_the_namespace(self, scene: Scene) -> None:
+        assert scene.answers("peer", scaled(2.0)) == SKETCH
         await asyncio.sleep(0)
-        assert (self.told, self.moves) == ([("peer", False)], [])
-        self.ask(canary, "eldest")
+        assert (scene.told, scene.moves) == ([("peer", False)], [])
+        assert scene.answers("eldest", scaled(2.0)) == SKETCH
         await asyncio.sleep(0)
-        assert self.told[1:] == [("eldest", True)], "what other members gave may be wrong, too"
-        assert self.moves == ["namespace~1"]
+        assert scene.told[1:] == [("eldest", True)], "what other members gave may be wrong, too"
+        assert scene.moves == ["namespace~1"]
 
-    async def test_is_told_although_the_peer_was_faster_and_has_left(
-        self, canary: Canary, mirror: Mirror
+    async def test_is_told_although_the_peer_was_faster_and_has_left(self, scene: Scene) -> None:
+        scene.answers("peer", scaled(2.0))
+        scene.join("eldest", "own")
+        await asyncio.sleep(0)
+        assert scene.told == [("peer", False)]
+
+    @pytest.mark.parametrize(("parts", "left"), [(False, [b"own", b"other's"]), (True, [b"own"])])
+    def test_is_forgotten_and_what_came_from_others_too_if_we_leave_them(
+        self, parts: bool, left: list[bytes]
     ) -> None:
-        self.ask(canary, "peer")
-        self.join(mirror, "eldest", "own")
+        pool = Pool(3)
+        for key, origin in ((b"own", None), (b"peer's", "peer"), (b"other's", "other")):
+            (row,) = pool.reserve([key]).rows
+            row.origin = origin
+            pool.commit(row)
+        events = SimpleNamespace(differs=lambda *_: None)
+        replica: Any = SimpleNamespace(_events=events, _forget=partial(flush, pool))
+        Replica._differs(replica, "peer", FOUND, parts)
+        assert [key for key in (b"own", b"peer's", b"other's") if pool.lookup(key)] == left
+
+
+class TestTrust:
+    """It comes from a comparison with what the engine computes now, in our namespace."""
+
+    async def test_begins_with_a_comparison_in_our_namespace(self, scene: Scene) -> None:
+        assert scene.answers("peer", SKETCH, namespace="another") is None
         await asyncio.sleep(0)
-        assert self.told == [("peer", False)]
+        assert not scene.canary.trusts("peer")
+        assert scene.answers("peer", SKETCH) == SKETCH
+        await asyncio.sleep(0)
+        assert scene.canary.trusts("peer")
+        assert scene.mirror.is_usable("peer")
 
+    async def test_ends_when_the_peer_leaves(self, scene: Scene) -> None:
+        """It may come back with other weights."""
+        await scene.compares()
+        scene.canary.members_changed(frozenset(["eldest"]))
+        assert not scene.canary.trusts("peer")
+        scene.answers("peer", SKETCH)
+        scene.join("eldest", "own")
+        await asyncio.sleep(0)
+        assert not scene.canary.trusts("peer"), "what it asked before it left says nothing"
 
-FOUND = Difference("layer", 0.5)
+    async def test_ends_with_a_row_that_differs(self, scene: Scene) -> None:
+        await scene.compares()
+        scene.canary.distrust("peer", FOUND)
+        assert not scene.canary.trusts("peer")
+        assert not scene.mirror.is_usable("peer")
+
+    async def test_ends_with_a_reset_after_which_all_is_compared_again(self, scene: Scene) -> None:
+        for _ in range(2):
+            scene.canary.probed(KEY, SKETCH)
+            scene.canary.probed(LONG, SKETCH)
+            assert [await scene.compares() for _ in range(3)] == [KEY, LONG, None]
+            scene.canary.distrust("eldest", FOUND)
+            scene.canary.reset()
+            assert not scene.canary.trusts("peer")
+            assert not scene.canary.differing
+            assert scene.answers("peer", SKETCH) is None, "it has computed nothing since"
+
+    async def test_does_not_come_from_what_was_asked_before_a_reset(self, scene: Scene) -> None:
+        scene.answering.clear()
+        comparing = asyncio.ensure_future(scene.compares())
+        await scene.asked.wait()
+        scene.canary.reset()
+        scene.answering.set()
+        await comparing
+        assert not scene.canary.trusts("peer")
 
 
 class Recorder:

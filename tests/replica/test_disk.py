@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -51,8 +52,17 @@ class Life:
         self.disk.move(self.namespace.lasting)
         self.mirror = Mirror("own")
         self.tier = DiskTier(self.pool, self.mirror, self.disk)
-        members = {"differing": set[str](), "trusts": lambda *_: True, "doubt": lambda *_: None}
-        peers: Any = type("Peers", (), members)()
+        peers: Any = SimpleNamespace(
+            namespace=self.namespace,
+            differing=set(),
+            trusts=lambda _: True,
+            doubt=lambda _: None,
+            reset=lambda: None,
+            ready=False,
+            post=lambda action: action(),
+        )
+        self.peers = peers.process = peers.canary = peers
+        self.tier.open(peers)
         self.arrived: list[Row] = []
         self.fetcher = Fetcher(
             incarnation="own",
@@ -398,9 +408,8 @@ async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) 
     keys = fresh_keys(2)
     async with life(tmp_path) as replica:
         await replica.save(keys)
-        replica.namespace.announce_reset()
-        replica.disk.reset()
-        await replica.namespace.isolate()
+        replica.tier.reset()
+        await replica.until(lambda: replica.namespace.is_settled)
         assert not replica.disk.index
         assert await replica.namespace.rejoin("2", replica.namespace.announced)
         replica.disk.probed(b"another canary", OTHER)
@@ -409,6 +418,33 @@ async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) 
     notes = [{name for name in each.notes if "canary" in name} for each in summaries(tmp_path)]
     former, new = {f"canary {b'canary'.hex()}"}, {f"canary {b'another canary'.hex()}"}
     assert notes in ([former, new], [new, former]), "each is begun by its own weights"
+
+
+@pytest.mark.parametrize("begun", ["to open", "to compare"])
+async def test_a_store_that_was_begun_with_before_a_reset_is_left_alone(
+    tmp_path: Path, begun: str
+) -> None:
+    """What the new weights compute is not for it."""
+    (key,) = fresh_keys(1)
+    async with life(tmp_path, canary=None) as replica:
+        await replica.until(lambda: replica.disk.state is DiskState.COMPARING)
+        stands_still, go_on = threading.Event(), threading.Event()
+        replica.disk._thread.submit(lambda: (stands_still.set(), go_on.wait()))
+        await replica.until(stands_still.is_set)
+        if begun == "to open":
+            replica.disk.move("former")
+            await replica.until(lambda: replica.disk._thread.waiting == 2)  # behind the close
+        else:
+            replica.disk.probed(b"canary", OTHER)
+            await replica.until(lambda: replica.disk._thread.waiting == 1)
+        replica.tier.reset()
+        await replica.until(lambda: replica.namespace.is_settled)
+        assert await replica.namespace.rejoin("2")
+        replica.disk.probed(b"canary", CANARY)
+        go_on.set()
+        await replica.save([key])
+    rows = {each.notes["namespace"]: each.rows for each in summaries(tmp_path)}
+    assert {namespace for namespace, count in rows.items() if count} == {"namespace@2"}
 
 
 def damaged(parent: Path, number: int) -> None:
@@ -757,9 +793,7 @@ class Peers:
         self.life.mirror.apply(Update(1, "epoch", True, Settings(), 36, members, changes))
         self.life.disk.index = {keys[each]: store_module.Place(0, 0) for each in saved}
         self.tier = self.life.tier
-        background: Any = type("Any", (), {"ready": True})()
-        background.namespace, background.process = self.life.namespace, background
-        self.tier.open(background)
+        self.life.peers.ready = True
 
     def run(self, keys: bytes, without: Sequence[str] = ()) -> tuple[int, list[str]]:
         wanted = [self.keys.get(each, bytes(36)) for each in keys]

@@ -1,7 +1,10 @@
 """A fetch brings a donor's rows byte for byte, or leaves no trace in both replicas' regions and
 counters."""
 
+import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,9 +18,13 @@ from tests.harness.replicas import (
     wait_until,
     wait_until_known,
 )
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.protocol.transfer import Grant, GrantRequest, PullOrder, PullResult, Ticket
+from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.namespace import SharedNamespace
 
-pytestmark = pytest.mark.process
-
+ROWS = 8
 TIMEOUT = 30.0  # that no test here reaches
 
 
@@ -70,6 +77,7 @@ def bytes_by(replica: ReplicaProcess, transport: str) -> int:
     return 0 if stats is None else stats["bytes"]["sum"]
 
 
+@pytest.mark.process
 def test_rows_arrive_byte_for_byte(
     alice: ReplicaProcess, bob: ReplicaProcess, transport: str
 ) -> None:
@@ -86,6 +94,7 @@ def test_rows_arrive_byte_for_byte(
     assert_clean(bob, alice)
 
 
+@pytest.mark.process
 def test_fetched_rows_are_published(
     all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
@@ -97,6 +106,7 @@ def test_fetched_rows_are_published(
     assert third.fetch("bob", keys, TIMEOUT).committed == 2
 
 
+@pytest.mark.process
 def test_two_replicas_fetch_from_each_other_at_the_same_time(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
@@ -111,6 +121,7 @@ def test_two_replicas_fetch_from_each_other_at_the_same_time(
     assert_clean(bob, alice)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("check", ["checked", "unchecked"])
 def test_a_row_damaged_in_transit_never_becomes_a_hit(
     all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, check: str
@@ -131,6 +142,7 @@ def test_a_row_damaged_in_transit_never_becomes_a_hit(
     assert_clean(consumer, alice)
 
 
+@pytest.mark.process
 def test_a_stale_entry_is_a_miss_until_the_donor_publishes_again(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
@@ -146,6 +158,7 @@ def test_a_stale_entry_is_a_miss_until_the_donor_publishes_again(
     assert bob.wrong_rows() == []
 
 
+@pytest.mark.process
 def test_the_leading_rows_that_the_donor_still_holds_are_fetched(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
@@ -158,6 +171,7 @@ def test_the_leading_rows_that_the_donor_still_holds_are_fetched(
     assert_clean(bob, alice)
 
 
+@pytest.mark.process
 def test_a_donor_grants_at_most_half_of_its_pool_and_the_rest_is_not_stale(
     alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
@@ -169,6 +183,7 @@ def test_a_donor_grants_at_most_half_of_its_pool_and_the_rest_is_not_stale(
     assert_clean(bob, alice)
 
 
+@pytest.mark.process
 def test_nothing_is_fetched_while_sharing_is_switched_off(
     tracker_process: TrackerProcess, alice: ReplicaProcess, bob: ReplicaProcess
 ) -> None:
@@ -182,3 +197,112 @@ def test_nothing_is_fetched_while_sharing_is_switched_off(
         tracker_process.set_enabled(True)
     wait_until(lambda: alice.enabled() and bob.enabled(), "the switch arrived")
     assert bob.fetch("alice", keys, TIMEOUT).committed == 2
+
+
+# -- without processes ---------------------------------------------------------------------------
+
+
+class Fetching:
+    """A fetcher. Its `donor` grants all that it is asked for, and the rows arrive when `arrive` is
+    set; a move to another namespace ends when `moved` is set."""
+
+    def __init__(self) -> None:
+        self.pool = Pool(ROWS)
+        self.moved, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
+        self.namespace = SharedNamespace("namespace", lambda _: self.moved.wait())
+        self.rolled_back: list[str] = []
+        self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
+        self.canary: Any = SimpleNamespace(
+            trusts=lambda _: True, differing=set(), doubt=lambda _: None
+        )
+        process: Any = SimpleNamespace(pull=self._pull)
+        self.fetcher = Fetcher(
+            incarnation="own",
+            pool=self.pool,
+            row_bytes=1,
+            process=process,
+            namespace=self.namespace,
+            mirror=Mirror("own"),
+            canary=self.canary,
+            disk=None,
+            arrived=lambda rows: None,
+            rolled_back=lambda fetch, reason: self.rolled_back.append(reason),
+        )
+
+    def fetch(self) -> asyncio.Future[None]:
+        rows = self.pool.reserve([b"key"], redundant=None).rows
+        deadline = asyncio.get_running_loop().time() + 60.0
+        return self.fetcher.start(PeerFetch("donor", rows, deadline))
+
+    async def _grant(self, request: GrantRequest) -> Grant:
+        count = len(request.keys)
+        ticket = Ticket.sign(b"key", request.consumer, range(count), 1.0)
+        return Grant(1, (0,) * count, ticket, "127.0.0.1:1", None, False, 1)
+
+    async def _release(self, grant_id: int) -> None:
+        pass
+
+    async def _pull(self, order: PullOrder) -> PullResult:
+        self.pulling.set()
+        await self.arrive.wait()
+        return PullResult(len(order.slots), None, "gloo")
+
+
+@pytest.fixture
+async def fetching() -> Fetching:
+    return Fetching()
+
+
+async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namespace(
+    fetching: Fetching,
+) -> None:
+    """A row that a warm join reserves just after the pool was reset would get the old weights'
+    bytes."""
+    fetching.namespace.announce_reset()
+    fetching.pool.reset()
+    isolating = asyncio.ensure_future(fetching.namespace.isolate())
+    await fetching.fetch()
+    fetching.moved.set()
+    await isolating
+    await fetching.fetch()
+    assert fetching.rolled_back == ["reset", "donor gone"], "then it knows no peers"
+    assert fetching.pool.counts().filling == 0
+
+
+async def test_a_donor_that_was_not_compared_is_asked_for_nothing(fetching: Fetching) -> None:
+    fetching.fetcher._donors["donor"] = fetching.donor
+    fetching.canary.trusts = lambda _: False
+    fetching.arrive.set()
+    await fetching.fetch()
+    assert fetching.rolled_back == ["not compared"]
+    assert not fetching.pulling.is_set()
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "reason"),
+    [
+        ("nothing", None),
+        ("parted", "not compared"),
+        ("differs", "not compared"),
+        ("reset", "reset"),
+    ],
+)
+async def test_rows_are_used_if_on_arrival_their_donor_is_still_known_to_compute_the_same(
+    fetching: Fetching, meanwhile: str, reason: str | None
+) -> None:
+    fetching.fetcher._donors["donor"] = fetching.donor
+    fetching.moved.set()
+    ended = fetching.fetch()
+    await fetching.pulling.wait()
+    match meanwhile:
+        case "parted":
+            await fetching.namespace.part()
+        case "differs":
+            fetching.canary.differing.add("donor")
+        case "reset":
+            fetching.pool.reset()
+    fetching.arrive.set()
+    await ended
+    assert fetching.rolled_back == ([] if reason is None else [reason])
+    assert (fetching.pool.lookup(b"key") is None) == (reason is not None)
+    assert fetching.pool.counts().filling + fetching.pool.counts().quarantined == 0

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,10 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
-from xinference_xavier.protocol.transfer import Grant, GrantRequest, PullOrder, PullResult, Ticket
 from xinference_xavier.replica import peer_tier as module
-from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import GATHER, Background, PeerTier
+from xinference_xavier.replica.replica import Replica
 
 NEVER = math.inf
 ROWS = 8
@@ -28,13 +28,17 @@ class Loop:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        publisher = SimpleNamespace(enqueue=lambda keys, held: self.calls.append(keys))
+        publisher = SimpleNamespace(
+            enqueue=lambda keys, held: self.calls.append(keys), last_sequence=0
+        )
         replica: Any = SimpleNamespace(
             publisher=publisher,
             add=self.calls.append,
             start=self.calls.append,
             claim=self._call,
             release=self._call,
+            trusts=lambda _: True,
+            reset=lambda: self.calls.append("comparisons are void"),
             trusts_all=True,
             ready=True,
         )
@@ -46,14 +50,14 @@ class Loop:
         self._numbers = itertools.count()
         self._loop.time = lambda: self._now  # type: ignore[method-assign]
 
-        namespace = SharedNamespace("namespace", lambda _: replica)
+        namespace = SharedNamespace("namespace", self._call)
         self.background = Background(
             self._loop, replica, replica, replica, replica, replica, namespace
         )
         self.tier.open(self.background)
 
-    async def _call(self, claim: Claim) -> None:
-        self.calls.append(claim)
+    async def _call(self, what: Claim | str) -> None:
+        self.calls.append(what)
 
     def fetch(self) -> Fetch | None:
         """A fetch of a chunk that no other one brings."""
@@ -74,103 +78,6 @@ class Loop:
 
     def close(self) -> None:
         self._loop.close()
-
-
-class Fetching:
-    """A fetcher. Its `donor` grants all that it is asked for, and the rows arrive when `arrive` is
-    set; a move to another namespace ends when `moved` is set."""
-
-    def __init__(self) -> None:
-        self.pool = Pool(ROWS)
-        self.moved, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
-        self.namespace = SharedNamespace("namespace", lambda _: self.moved.wait())  # type: ignore[arg-type]
-        self.rolled_back: list[str] = []
-        self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
-        self.canary: Any = SimpleNamespace(
-            trusts=lambda _: True, differing=set(), doubt=lambda _: None
-        )
-        process: Any = SimpleNamespace(pull=self._pull)
-        self.fetcher = Fetcher(
-            incarnation="own",
-            pool=self.pool,
-            row_bytes=1,
-            process=process,
-            namespace=self.namespace,
-            mirror=Mirror("own"),
-            canary=self.canary,
-            disk=None,
-            arrived=lambda rows: None,
-            rolled_back=lambda fetch, reason: self.rolled_back.append(reason),
-        )
-
-    def fetch(self) -> asyncio.Future[None]:
-        rows = self.pool.reserve([b"key"], redundant=None).rows
-        deadline = asyncio.get_running_loop().time() + 60.0
-        return self.fetcher.start(PeerFetch("donor", rows, deadline))
-
-    async def _grant(self, request: GrantRequest) -> Grant:
-        count = len(request.keys)
-        ticket = Ticket.sign(b"key", request.consumer, range(count), 1.0)
-        return Grant(1, (0,) * count, ticket, "127.0.0.1:1", None, False, 1)
-
-    async def _release(self, grant_id: int) -> None:
-        pass
-
-    async def _pull(self, order: PullOrder) -> PullResult:
-        self.pulling.set()
-        await self.arrive.wait()
-        return PullResult(len(order.slots), None, "gloo")
-
-
-@pytest.fixture
-async def fetching() -> Fetching:
-    return Fetching()
-
-
-async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namespace(
-    fetching: Fetching,
-) -> None:
-    """A row that a warm join reserves just after the pool was reset would get the old weights'
-    bytes."""
-    fetching.namespace.announce_reset()
-    fetching.pool.reset()
-    isolating = asyncio.ensure_future(fetching.namespace.isolate())
-    await fetching.fetch()
-    fetching.moved.set()
-    await isolating
-    await fetching.fetch()
-    assert fetching.rolled_back == ["reset", "donor gone"], "then it knows no peers"
-    assert fetching.pool.counts().filling == 0
-
-
-@pytest.mark.parametrize(
-    ("meanwhile", "reason"),
-    [
-        ("nothing", None),
-        ("parted", "not compared"),
-        ("differs", "not compared"),
-        ("reset", "reset"),
-    ],
-)
-async def test_rows_are_used_if_on_arrival_their_donor_is_still_known_to_compute_the_same(
-    fetching: Fetching, meanwhile: str, reason: str | None
-) -> None:
-    fetching.fetcher._donors["donor"] = fetching.donor
-    fetching.moved.set()
-    ended = fetching.fetch()
-    await fetching.pulling.wait()
-    match meanwhile:
-        case "parted":
-            await fetching.namespace.part()
-        case "differs":
-            fetching.canary.differing.add("donor")
-        case "reset":
-            fetching.pool.reset()
-    fetching.arrive.set()
-    await ended
-    assert fetching.rolled_back == ([] if reason is None else [reason])
-    assert (fetching.pool.lookup(b"key") is None) == (reason is not None)
-    assert fetching.pool.counts().filling + fetching.pool.counts().quarantined == 0
 
 
 @pytest.fixture
@@ -240,6 +147,31 @@ def test_a_claim_is_made_where_there_are_peers_and_released_after_its_last_chunk
     loop.tier.release_claim(claim)
     loop.run()
     assert loop.calls == [[last], claim]
+
+
+def test_a_reset_ends_sharing_before_it_frees_rows_and_until_the_replica_is_alone(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is free before could get what peers with the old weights still send, and peers
+    that ask meanwhile would get what the new ones compute."""
+    reset, namespace, sharing = loop.pool.reset, loop.background.namespace, list[bool]()
+    monkeypatch.setattr(loop.pool, "reset", lambda: (sharing.append(loop.tier.sharing), reset()))
+    replica: Any = SimpleNamespace(
+        tier=loop.tier,
+        mirror=loop.mirror,
+        donor=SimpleNamespace(grant=lambda request, *, namespace, **_: namespace),
+        canary=loop.background.canary,
+        _namespace=namespace,
+        _client=loop.background.client,
+    )
+    grants_in = partial(Replica._grant, replica, None)
+    assert grants_in() == "namespace"
+    loop.tier.reset()
+    assert (sharing, grants_in()) == ([False], None)
+    loop.run()
+    assert namespace.current.startswith("namespace+")
+    assert loop.calls == ["comparisons are void", namespace.current]
+    assert (loop.tier.sharing, grants_in()) == (True, namespace.current)
 
 
 def test_a_chunk_that_is_stored_again_is_withdrawn_before_it_is_offered(loop: Loop) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,8 +18,6 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import PullOrder, PullResult, Startup, Ticket
 from xinference_xavier.replica import transfer_process as process_module
 from xinference_xavier.replica.transfer_process import TransferProcess
-
-pytestmark = pytest.mark.process
 
 GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 NONE = "tests.transfer.no_transport:NoTransport"
@@ -58,6 +57,7 @@ def order(timeout: float = 1.0) -> PullOrder:
     return PullOrder("nobody", "127.0.0.1:1", None, ticket, (b"key",), (0,), (0,), timeout)
 
 
+@pytest.mark.process
 async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: Region) -> None:
     async with running(region) as process:
         assert not process.ready
@@ -75,6 +75,7 @@ async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: 
     assert await process.stats() == {}
 
 
+@pytest.mark.process
 async def test_a_killed_one_is_replaced_and_gets_the_current_secret(region: Region) -> None:
     async with running(region) as process:
         await process.configure(b"first")
@@ -86,6 +87,7 @@ async def test_a_killed_one_is_replaced_and_gets_the_current_secret(region: Regi
         assert process.starts == 2
 
 
+@pytest.mark.process
 async def test_whether_it_is_ready_is_told_at_once(region: Region) -> None:
     told: list[bool] = []
     async with running(region, on_ready=told.append) as process:
@@ -100,6 +102,7 @@ async def test_whether_it_is_ready_is_told_at_once(region: Region) -> None:
     assert told[5:] == [False]
 
 
+@pytest.mark.process
 async def test_after_a_long_life_the_next_one_starts_soon(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +117,7 @@ async def test_after_a_long_life_the_next_one_starts_soon(
             await until(lambda old=old: process.pid != old)
 
 
+@pytest.mark.process
 async def test_one_that_cannot_start_says_why(
     region: Region, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,6 +127,7 @@ async def test_one_that_cannot_start_says_why(
         assert not process.ready
 
 
+@pytest.mark.process
 async def test_collecting_garbage_does_not_hold_it_up(region: Region) -> None:
     telling = "tests.transfer.no_transport:TellingTransport"
     async with running(region, transports=(telling,)) as process:
@@ -130,6 +135,7 @@ async def test_collecting_garbage_does_not_hold_it_up(region: Region) -> None:
         assert (await process.stats())["transport"] == "frozen"
 
 
+@pytest.mark.process
 async def test_its_ports_are_in_the_configured_range(region: Region) -> None:
     async with running(region, port_range=(42000, 42049), transports=(GLOO,)) as process:
         await until(lambda: process.pid)
@@ -149,6 +155,7 @@ def start_raw(region: Region) -> tuple[subprocess.Popen[bytes], socket.socket]:
     return process, ours
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("answer_was_read", [True, False])
 def test_it_ends_when_its_engine_ends(region: Region, answer_was_read: bool) -> None:
     process, ours = start_raw(region)
@@ -160,3 +167,26 @@ def test_it_ends_when_its_engine_ends(region: Region, answer_was_read: bool) -> 
         process.kill()
         process.wait()
     assert process.returncode == 0
+
+
+async def test_a_pull_that_takes_too_long_returns_only_when_its_process_has_ended(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, the process may write to the rows."""
+    monkeypatch.setattr(process_module, "_GRACE", 0.0)
+    process = TransferProcess(
+        region, incarnation="a", host=HOST, port_range=None, transports=(NONE,)
+    )
+    killed, exited = asyncio.Event(), asyncio.get_running_loop().create_future()
+    child: Any = SimpleNamespace(
+        process=SimpleNamespace(kill=killed.set),
+        actor=SimpleNamespace(pull=lambda _: asyncio.Event().wait()),
+        exited=exited,
+    )
+    process._child, process.ready = child, True
+    pulling = asyncio.ensure_future(process.pull(order(timeout=0.001)))
+    await killed.wait()
+    await asyncio.sleep(0)
+    assert not pulling.done()
+    exited.set_result(-9)
+    assert await pulling == PullResult(0, "transfer process died")

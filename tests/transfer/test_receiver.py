@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,22 @@ async def test_a_link_that_died_while_idle_costs_nothing(consumer: Side, donor: 
     await consumer.pull(donor, [0])
     await donor.actor.close_links_except(NOBODY)
     assert (await consumer.pull(donor, [1]))[:2] == (1, None)
+
+
+async def test_rows_that_arrive_before_a_link_breaks_are_not_fetched_and_counted_again(
+    sides: Sides, donor: Side, kind: Kind
+) -> None:
+    """Others would count with them."""
+
+    class Breaking(faults._FaultyLink):
+        def receive(self, slots: Sequence[int], *batch: Any) -> Iterator[int]:
+            yield from islice(self.link.receive(slots, *batch), 2)
+            if len(slots) > 2:
+                raise LinkError("broken")
+
+    consumer = await sides.start("consumer", kind.with_link(Breaking))
+    assert await consumer.pull(donor, [0]) == PullResult(1, None)
+    assert await consumer.pull(donor, range(1, 6)) == PullResult(2, "link")
 
 
 async def test_a_stalled_donor_costs_the_time_limit_and_not_what_has_arrived(
