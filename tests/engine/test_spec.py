@@ -123,6 +123,7 @@ def gib(
         cache_rows=round(cache * GiB / row),
         workers=workers,
         free=round(free * GiB),
+        page_cache=MiB,
     )
     return rows * row / GiB
 
@@ -168,7 +169,7 @@ def test_a_pool_needs_its_memory_with_the_page_tables(given: float | None) -> No
         gib(cache=4, free=16 / 1024, given=given)
     message = str(refused.value)
     assert message.startswith(f"xavier_pool_bytes={16 * MiB} takes ")
-    assert "use less, or leave it out" in message
+    assert f" that are free ({MiB} of them hold page cache); use less, or leave it out" in message
 
 
 def test_a_refusal_names_the_least_size_in_the_option_s_units() -> None:

@@ -56,7 +56,7 @@ from xinference_xavier.protocol.load import Serving
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.peer_tier import DiskTier, PeerTier
 from xinference_xavier.replica.replica import Engine, Replica
-from xinference_xavier.runtime.host import free_memory_bytes
+from xinference_xavier.runtime.host import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +142,14 @@ class XavierSpec(OffloadingSpec):
     ) -> Region:
         """vLLM has its KV cache by now, which on the CPU platform takes host memory, too."""
         cache_rows = -(-len(kv_caches.tensors[0].tensor) // self.blocks_per_chunk)
+        memory = free_memory()
         rows = rows_of(
             self._xavier,
             row_bytes=row_bytes,
             cache_rows=cache_rows,
             workers=self.config.parallel.world_size,
-            free=free_memory_bytes(),
+            free=memory.free,
+            page_cache=memory.page_cache,
         )
         region = Region.create(rows, row_bytes)
         note = self.describe(kv_caches)._replace(cells=cells, cache_rows=cache_rows)
@@ -274,9 +276,16 @@ class XavierSpec(OffloadingSpec):
 
 
 def rows_of(
-    config: XavierConfig, *, row_bytes: int, cache_rows: int, workers: int, free: int
+    config: XavierConfig,
+    *,
+    row_bytes: int,
+    cache_rows: int,
+    workers: int,
+    free: int,
+    page_cache: int = 0,
 ) -> int:
-    """The rows of one engine's pool, with `free` bytes of memory and vLLM's `workers`.
+    """The rows of one engine's pool, with vLLM's `workers` and `free` bytes of memory, of which
+    `page_cache` hold what the kernel would drop.
 
     By default as many as the engine's own KV cache takes, but the launch's pools on this host take
     at most a quarter of the free memory. Page tables count: 8 bytes for each page of 4 KiB, in
@@ -306,7 +315,8 @@ def rows_of(
         raise ConfigError(
             "xavier_pool_bytes",
             given or rows * row_bytes,
-            f"takes {needed} bytes with its page tables, more than the {free} that are free",
+            f"takes {needed} bytes with its page tables, more than the {free} that are free "
+            f"({page_cache} of them hold page cache)",
             "use less, or leave it out, or give the host or the container more memory",
         )
     return rows

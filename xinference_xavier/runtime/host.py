@@ -16,29 +16,58 @@ import psutil
 from xinference_xavier._version import __version__
 
 
+class Memory(NamedTuple):
+    """What can be allocated before the host swaps, or a cgroup's limit kills or throttles."""
+
+    free: int
+    """Bytes, with those of the page cache."""
+    page_cache: int
+    """The bytes of `free` that the kernel takes from its caches when they are asked for."""
+
+
 class _Controller(NamedTuple):
     """The files of one cgroup version, relative to its mount."""
 
     folder: str
-    limit: str
+    limits: tuple[str, ...]
     used: str
-    reclaimable: str
+    reclaimable: tuple[str, ...]
 
 
-_V2 = _Controller("", "memory.max", "memory.current", "inactive_file")
-_V1 = _Controller("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# Shared memory, such as a pool, is in `file`, too, but not in these: it cannot be dropped.
+_V2 = _Controller(
+    "",
+    ("memory.max", "memory.high"),
+    "memory.current",
+    ("active_file", "inactive_file", "slab_reclaimable"),
+)
+_V1 = _Controller(
+    "memory",
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_KEPT = 100
+"""A hundredth of a group's limit, or half of its caches if that is less, is not free: what runs is
+in the page cache, too. For the host the kernel keeps half, or the low watermarks, which are a few
+thousandths of the memory (`si_mem_available`). A group has no watermarks."""
 
 
-def free_memory_bytes(
+def free_memory(
     cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int:
-    """The bytes that can be allocated before the host swaps or a cgroup limit kills."""
-    free: int = psutil.virtual_memory().available
+) -> Memory:
+    """The host's, or that of the tightest group."""
+    host = psutil.virtual_memory()
+    found = [Memory(host.available, max(0, host.available - host.free))]
     for group, controller in _groups(cgroup_root, membership):
         left = _left_in(group, controller)
         if left is not None:
-            free = min(free, left)
-    return free
+            found.append(left)
+    return min(found)
+
+
+def free_memory_bytes(*paths: Path) -> int:
+    return free_memory(*paths).free
 
 
 def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Controller]]:
@@ -61,21 +90,23 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Controller]]:
             yield root / controller.folder / group, controller
 
 
-def _left_in(group: Path, controller: _Controller) -> int | None:
-    """The bytes left below the group's limit, None without one. Reclaimable cache is free."""
+def _left_in(group: Path, controller: _Controller) -> Memory | None:
+    """What is left below the group's limits, None without one."""
+    files = [group / name for name in controller.limits]
     try:
-        limit = (group / controller.limit).read_text().strip()
+        limits = [file.read_text().strip() for file in files if file.exists()]
         used = int((group / controller.used).read_text())
         statistics = (group / "memory.stat").read_text()
     except OSError:
         return None
-    if limit == "max":
+    limit = min((int(limit) for limit in limits if limit != "max"), default=None)
+    if limit is None:
         return None
-    for line in statistics.splitlines():
-        name, _, value = line.partition(" ")
-        if name == controller.reclaimable:
-            used -= int(value)
-    return max(0, int(limit) - max(0, used))
+    sizes = dict(line.split(" ", 1) for line in statistics.splitlines())
+    reclaimable = sum(int(sizes.get(name, 0)) for name in controller.reclaimable)
+    page_cache = reclaimable - min(reclaimable // 2, limit // _KEPT)
+    free = max(0, limit - max(0, used - page_cache))
+    return Memory(free, min(free, page_cache))
 
 
 OWN_PACKAGE = "xinference-xavier"
