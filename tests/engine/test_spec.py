@@ -40,7 +40,8 @@ from xinference_xavier.engine.spec import (
 )
 from xinference_xavier.engine.worker import HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
-from xinference_xavier.pool.region import ROW_ALIGNMENT, receive_region
+from xinference_xavier.pool import region as region_module
+from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, receive_region
 from xinference_xavier.replica.replica import Replica
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -108,8 +109,9 @@ def gib(
     workers: int = 1,
     row: int = MiB,
     given: float | None = None,
+    promised: float | None = None,
 ) -> float:
-    """The size of a pool in GiB, as are `cache`, `free` and `given`."""
+    """The size of a pool in GiB, as are `cache`, `free`, `given` and `promised`."""
     config = XavierConfig(
         "m",
         "127.0.0.1:1",
@@ -124,6 +126,7 @@ def gib(
         workers=workers,
         free=round(free * GiB),
         page_cache=MiB,
+        promised=None if promised is None else round(promised * GiB),
     )
     return rows * row / GiB
 
@@ -172,6 +175,19 @@ def test_a_pool_needs_its_memory_with_the_page_tables(given: float | None) -> No
     assert f" that are free ({MiB} of them hold page cache); use less, or leave it out" in message
 
 
+@pytest.mark.parametrize(("free", "promised"), [(100, None), (100, 40), (75, 15), (60, 0)], ids=str)
+def test_all_pools_of_a_host_share_its_free_memory(free: float, promised: float | None) -> None:
+    """At first nothing is allocated, then a part of the first pool, then all of it."""
+    assert gib(cache=4, free=free, replicas=2, given=40, promised=promised) == 40
+    with pytest.raises(ConfigError) as refused:
+        gib(cache=4, free=free - 20, replicas=2, given=40, promised=promised)
+    message = str(refused.value)
+    assert message.startswith(f"xavier_pool_bytes={40 * GiB} takes ")
+    needed = 40 * GiB * (512 + 4) // 512  # with page tables in four processes
+    others = needed if promised is None else round(promised * GiB)
+    assert (f", {needed + others} with what other pools on this host" in message) == (others > 0)
+
+
 def test_a_refusal_names_the_least_size_in_the_option_s_units() -> None:
     with pytest.raises(ConfigError, match=f"use at least {2 * MIN_ROWS * MiB}$"):
         gib(cache=4, free=64, engines=2, given=31 / 1024)
@@ -200,6 +216,30 @@ def test_replicas_whose_workers_have_other_pages_do_not_meet(
     assert namespace("amx") == own
     assert namespace("vec") != own
     assert namespace("amx", block_bytes=BLOCK_BYTES + 8) != own, "a row is as long as before"
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_pool_counts_what_others_on_its_host_have_still_to_take(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(region_module, "_FILE", uuid.uuid4().hex)  # hidden from other tests
+    create = Region.create
+    theirs: list[Region] = []
+
+    def after_another(*size: int) -> Region:
+        theirs.append(create(1 << 20, MiB))
+        return create(*size)
+
+    if when == "before":
+        after_another(1, MiB).close()
+    else:
+        monkeypatch.setattr(Region, "create", after_another)
+    spec = XavierSpec(offloading_config(options()))
+    with pytest.raises(ConfigError, match="with what other pools on this host have still to take"):
+        spec.get_worker(kv_caches([PAGES]))
+    monkeypatch.setattr(Region, "create", create)
+    theirs.pop().close()
+    spec.get_worker(kv_caches([PAGES])).shutdown()
 
 
 class TestWorkers:

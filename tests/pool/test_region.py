@@ -29,6 +29,7 @@ from xinference_xavier.pool.region import (
     Region,
     RegionServer,
     copy_threads,
+    promised_bytes,
     receive_region,
 )
 
@@ -284,6 +285,21 @@ def test_populating_maps_another_process_s_pages(region: Region, mode: int) -> N
     assert resident(other) == region.size
     assert (other.array == 7).all()
     other.close()
+
+
+def test_a_region_promises_what_it_has_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_module, "_FILE", uuid.uuid4().hex)  # not those of other tests
+    assert promised_bytes() == 0
+    with closing(Region.create(ROWS, ROW_BYTES)) as region:
+        with closing(Region(os.dup(region.fd), ROWS, ROW_BYTES)):
+            assert promised_bytes() == region.size, "once, however many have it"
+            region.row(5)[:] = 1
+            assert promised_bytes() == region.size - ROW_BYTES
+        region.populate()
+        assert promised_bytes() == 0
+        with closing(Region.create(ROWS, ROW_BYTES)):
+            assert promised_bytes() == region.size
+    assert promised_bytes() == 0
 
 
 def test_populating_stops_when_it_is_not_wanted(region: Region) -> None:

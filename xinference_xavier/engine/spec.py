@@ -51,7 +51,13 @@ from xinference_xavier.engine.workload import take_all
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
+from xinference_xavier.pool.region import (
+    ROW_ALIGNMENT,
+    Region,
+    RegionServer,
+    promised_bytes,
+    receive_region,
+)
 from xinference_xavier.protocol.load import Serving
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.peer_tier import DiskTier, PeerTier
@@ -142,16 +148,9 @@ class XavierSpec(OffloadingSpec):
     ) -> Region:
         """vLLM has its KV cache by now, which on the CPU platform takes host memory, too."""
         cache_rows = -(-len(kv_caches.tensors[0].tensor) // self.blocks_per_chunk)
-        memory = free_memory()
-        rows = rows_of(
-            self._xavier,
-            row_bytes=row_bytes,
-            cache_rows=cache_rows,
-            workers=self.config.parallel.world_size,
-            free=memory.free,
-            page_cache=memory.page_cache,
-        )
-        region = Region.create(rows, row_bytes)
+        region = Region.create(self._rows(row_bytes, cache_rows), row_bytes)
+        # Engines that asked at the same moment see each other's regions now.
+        self._rows(row_bytes, cache_rows, own=region.size)
         note = self.describe(kv_caches)._replace(cells=cells, cache_rows=cache_rows)
         self._region_server = RegionServer(region, self.config.engine_id, json.dumps(note).encode())
         if region.size <= _POPULATE_AT_ONCE:
@@ -159,9 +158,26 @@ class XavierSpec(OffloadingSpec):
         else:
             threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
         logger.info(
-            "pool created: chunks=%d chunk_bytes=%d cache_chunks=%d", rows, row_bytes, cache_rows
+            "pool created: chunks=%d chunk_bytes=%d cache_chunks=%d",
+            region.rows,
+            row_bytes,
+            cache_rows,
         )
         return region
+
+    def _rows(self, row_bytes: int, cache_rows: int, own: int = 0) -> int:
+        """`rows_of` with the host's memory as it is now, which may already have promised bytes to
+        this engine's `own` region."""
+        memory = free_memory()
+        return rows_of(
+            self._xavier,
+            row_bytes=row_bytes,
+            cache_rows=cache_rows,
+            workers=self.config.parallel.world_size,
+            free=memory.free,
+            page_cache=memory.page_cache,
+            promised=promised_bytes() - own,
+        )
 
     def _receive(self, row_bytes: int) -> Region:
         region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
@@ -283,16 +299,22 @@ def rows_of(
     workers: int,
     free: int,
     page_cache: int = 0,
+    promised: int | None = None,
 ) -> int:
     """The rows of one engine's pool, with vLLM's `workers` and `free` bytes of memory, of which
     `page_cache` hold what the kernel would drop.
+
+    Other pools on this host have still to take `promised` bytes: replicas that start together see
+    the same free memory, later ones what the first have left. If that is not known, all engines
+    that the launch may place here are to come. No count of replicas is compared otherwise: a host
+    may get fewer than another, and a replica may be added or started again.
 
     By default as many as the engine's own KV cache takes, but the launch's pools on this host take
     at most a quarter of the free memory. Page tables count: 8 bytes for each page of 4 KiB, in
     every process that maps the pool.
 
     Raises:
-        ConfigError: the pool is too small to work with, or larger than the free memory.
+        ConfigError: the pool is too small to work with, or does not fit into the free memory.
     """
     here = config.replicas_per_host * config.engines
     # Mapped by the workers, the engine, and the transfer processes of all engines here.
@@ -300,7 +322,8 @@ def rows_of(
     mapped_bytes = row_bytes + -(-mappings * row_bytes // _BYTES_PER_TABLE_BYTE)
     given = config.pool_bytes
     if given is None:
-        rows = max(MIN_ROWS, min(cache_rows, free // _PARTS // here // mapped_bytes))
+        left = free - (promised or 0)
+        rows = max(MIN_ROWS, min(cache_rows, left // _PARTS // here // mapped_bytes))
     else:
         rows = given // config.engines // row_bytes
         if rows < MIN_ROWS:
@@ -311,12 +334,14 @@ def rows_of(
                 f"use at least {MIN_ROWS * row_bytes * config.engines}",
             )
     needed = rows * mapped_bytes
-    if needed > free:
+    others = (here - 1) * needed if promised is None else promised
+    if needed + others > free:
+        together = f", {needed + others} with what other pools on this host have still to take"
         raise ConfigError(
             "xavier_pool_bytes",
             given or rows * row_bytes,
-            f"takes {needed} bytes with its page tables, more than the {free} that are free "
-            f"({page_cache} of them hold page cache)",
+            f"takes {needed} bytes with its page tables{together if others else ''}, more than the "
+            f"{free} that are free ({page_cache} of them hold page cache)",
             "use less, or leave it out, or give the host or the container more memory",
         )
     return rows

@@ -12,6 +12,7 @@ are copied on threads of their own (`copy_threads`).
 import array
 import ctypes
 import fcntl
+import glob
 import itertools
 import logging
 import mmap
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("!8sQQ")
 _MAGIC = b"XAVIER01"
 _CREDENTIALS = struct.Struct("iII")
+_FILE = "xavier-region"
 _POPULATE_STEP = 64 << 20
 _MAX_NOTE = 1 << 20
 _ACCEPT_PAUSE = 0.1  # seconds after an error, as with too many open files
@@ -92,7 +94,7 @@ class Region:
     @classmethod
     def create(cls, rows: int, row_bytes: int) -> Self:
         """Make a region of zeros whose size nobody can change."""
-        fd = os.memfd_create("xavier-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, rows * row_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -133,6 +135,18 @@ class Region:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def promised_bytes() -> int:
+    """What the regions on this host have still to allocate. A region has its size at once, but its
+    pages one by one. Only those of this user's processes are seen."""
+    missing: dict[int, int] = {}
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(link).startswith(f"/memfd:{_FILE} "):
+                file = os.stat(link)
+                missing[file.st_ino] = max(0, file.st_size - file.st_blocks * 512)
+    return sum(missing.values())
 
 
 def _check_sealed(fd: int) -> None:
