@@ -16,7 +16,7 @@ from xinference_xavier.client import XavierClient
 from xinference_xavier.stats.schema import Hits, ModelStatus
 
 ANSWER_TIMEOUT = 300.0
-COUNTERS_TIMEOUT = 10.0
+COUNTERS_TIMEOUT = 60.0
 
 Messages = Sequence[Mapping[str, str]]
 

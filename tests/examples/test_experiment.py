@@ -1,4 +1,5 @@
-"""What the demo counts as a failure. `GOOD` is a measurement without one."""
+"""What the demo counts as a failure, and what it only tells. `GOOD` is a measurement without
+either."""
 
 import shlex
 from dataclasses import replace
@@ -6,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from examples import demo
-from examples.demo import launch_arguments
+from examples.demo import failures, launch_arguments, notes
 from examples.experiment import Answer, Measurement
 from examples.local_cluster import Completion
 
@@ -30,8 +31,8 @@ def remote(**changes: object) -> Answer:
     return GOOD.remote._replace(completion=HIT._replace(**changes))
 
 
-def test_a_good_measurement_has_no_failures() -> None:
-    assert GOOD.failures() == []
+def test_of_a_good_measurement_nothing_is_told() -> None:
+    assert failures([GOOD]) == notes([GOOD], others=2.0) == []
     assert GOOD.entry() == {
         "prompt_tokens": 1_000,
         "cold_s": 2.0,
@@ -49,18 +50,37 @@ def test_a_good_measurement_has_no_failures() -> None:
     [
         (replace(GOOD, cold=HIT), "the cold answer reused 896"),
         (replace(GOOD, unshared=HIT), "the unshared answer reused 896"),
-        (replace(GOOD, remote=remote(cached_tokens=768)), "the remote hit reused 768 of 896"),
-        (replace(GOOD, remote=GOOD.remote._replace(bytes_received=0)), "0 bytes moved instead"),
-        (replace(GOOD, local=HIT._replace(cached_tokens=768)), "the local hit reused 768"),
         (replace(GOOD, remote=remote(tokens=OTHER_TOKENS)), "tokens differ"),
         (replace(GOOD, unshared=COLD._replace(tokens=OTHER_TOKENS)), "tokens differ"),
         (replace(GOOD, local=HIT._replace(tokens=OTHER_TOKENS)), "tokens differ"),
         (replace(GOOD, local=HIT._replace(logprobs=(-1.0, -2.001))), "log-probabilities differ"),
-        (replace(GOOD, later=(HIT, COLD)), "a local hit reused 0 of 896"),
+        (replace(GOOD, remote=remote(cached_tokens=0)), "nothing was shared"),
     ],
 )
-def test_each_failure_is_named(measurement: Measurement, failure: str) -> None:
-    assert any(failure in found for found in measurement.failures())
+def test_a_wrong_answer_or_none_shared_is_a_failure(measurement: Measurement, failure: str) -> None:
+    (found,) = failures([measurement])
+    assert failure in found
+
+
+@pytest.mark.parametrize(
+    ("measurement", "note"),
+    [
+        (replace(GOOD, remote=remote(cached_tokens=768)), "the remote hit reused 768 of 896"),
+        (replace(GOOD, remote=remote(cached_tokens=0)), "the remote hit reused 0 of 896"),
+        (replace(GOOD, remote=GOOD.remote._replace(bytes_received=0)), "0 bytes moved instead"),
+        (replace(GOOD, local=HIT._replace(cached_tokens=768)), "the local hit reused 768"),
+        (replace(GOOD, later=(HIT, COLD)), "a local hit reused 0 of 896"),
+        (replace(GOOD, remote=remote(seconds=0.6)), "a remote hit takes 2.0 × a local hit"),
+        (replace(GOOD, remote=remote(seconds=0.6)), "a remote hit takes 0.3 × a cold answer"),
+    ],
+)
+def test_what_is_less_or_slower_on_a_busy_machine_is_told_with_the_reason(
+    measurement: Measurement, note: str
+) -> None:
+    *found, reason = notes([GOOD, measurement, measurement], others=1.44)
+    assert any(note in each for each in found)
+    assert "used 1.4 of " in reason
+    assert failures([GOOD, measurement, measurement]) == []
 
 
 def test_launch_arguments_are_passed_through() -> None:

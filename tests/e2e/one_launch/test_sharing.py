@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples.documents import document, prompt, questions
 from examples.local_cluster import LocalCluster
 from tests.e2e.asking import CHUNK, ROWS, TIMEOUT, question, tracker_exists
-from tests.e2e.conftest import FETCH_TIMEOUT, can_fetch, wait_until
+from tests.e2e.conftest import can_fetch, wait_until
 from tests.e2e.one_launch.conftest import UID, ask, compute, replicas, share
 from tests.faults import CORRUPT_ROW, Fault
 from tests.harness import asynchronous
@@ -249,7 +248,6 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
         return fetches[0] < fetches[1]
 
     fault.write_text(Fault.STALL)
-    began = time.monotonic()
     try:
         with ThreadPoolExecutor(1) as client:
             asking = client.submit(model.complete, UID, question(117))
@@ -259,8 +257,6 @@ def test_a_donor_killed_while_it_serves_costs_a_recomputation(
     finally:
         fault.write_text(Fault.NONE)
     assert answer.tokens == cold.tokens
-    # Decided by the deadline, then computed.
-    assert time.monotonic() - began < FETCH_TIMEOUT + 10 * cold.seconds
     assert rolled_back(replicas(model)[consumer]) - rolled_back(before[consumer])
 
 
