@@ -28,8 +28,9 @@ from xinference_xavier.stats.answers import EventRecord
 
 _EPILOG = """\b
 Exit codes:
-  0  success, doctor found nothing that keeps replicas from sharing now, and sharing helps (try)
-  1  doctor found such a problem, sharing does not help (try), or tracker cannot listen
+  0  success: doctor found nothing that keeps replicas from sharing now, and replicas shared (try)
+  1  doctor found such a problem; nothing was shared, or an answer is wrong (try); rows are wrong,
+     or the folder cannot be read (disk); a prefix cannot be computed; tracker cannot listen
   2  wrong usage, or the model cannot be tried
   3  xinference does not answer, refuses, or lacks the extension
   4  no such model shares its cache, or it has no prefix of that name

@@ -22,8 +22,6 @@ from xinference_xavier.stats.schema import Hits, ModelStatus
 
 DOES_NOT_HELP, NOT_TRIED = 1, 2
 """Exit codes."""
-_WORTHWHILE = 1.1
-"""Times as fast as computing."""
 _ANSWER_TOKENS = 8
 _PATIENCE = 10.0
 """Seconds for replicas to count a request, or to offer what they have computed."""
@@ -147,24 +145,25 @@ def trial(client: XavierClient, model: str, tokens: int) -> None:
     """Find out whether sharing helps MODEL on this hardware: ask it two long prompts.
 
     For these seconds, routing is off for all requests, and sharing for one of the prompts. Exits
-    with 0 if it helps, 1 if it does not, 2 if that could not be tried.
+    with 0 if the replicas shared, however fast, 1 if nothing was shared or an answer is wrong, 2
+    if that could not be tried.
     """
     for each in (signal.SIGTERM, signal.SIGHUP):  # put all back first
         signal.signal(each, lambda number, _: sys.exit(128 + number))
     try:
         tested = Trial(client, model)
         with tested.in_turn():
-            conclusion = conclude(tested, tokens)
+            code, conclusion = conclude(tested, tokens)
     except CannotTryError as error:
         click.echo(f"not tried: {error}", err=True)
         sys.exit(NOT_TRIED)
-    helps, why = conclusion
-    click.echo(f"{'helps' if helps else 'does not help'}: {why}")
-    sys.exit(0 if helps else DOES_NOT_HELP)
+    click.echo(conclusion)
+    sys.exit(code)
 
 
-def conclude(tested: Trial, tokens: int) -> tuple[bool, str]:
-    """Print each measurement. Return whether sharing helps, and by how much or why not."""
+def conclude(tested: Trial, tokens: int) -> tuple[int, str]:
+    """Print each measurement. Return the exit code, and whether sharing helps and by how much or
+    why not."""
 
     def say(what: str, answer: Answer) -> Answer:
         click.echo(f"{what:30} {answer.seconds:8.3f} s  {answer.prompt_tokens} tokens")
@@ -181,9 +180,21 @@ def conclude(tested: Trial, tokens: int) -> tuple[bool, str]:
         answer = tested.ask(shared)
         if answer.source not in found:
             found[answer.source] = say(f"from: {answer.source.replace('_', ' ')}", answer)
-    if (remote := found.get("remote")) is None:
-        return False, tested.why_not_fetched()
-    same = {computed.text} == {answer.text for answer in found.values()}
-    click.echo(f"answers are {'equal' if same else 'not equal'}")
-    times = min(alone.seconds, computed.seconds) / remote.seconds
-    return times >= _WORTHWHILE, f"{times:.1f} × as fast from another replica as computed"
+    remote = found.pop("remote", None)
+    if remote is None:
+        return DOES_NOT_HELP, f"does not help: {tested.why_not_fetched()}"
+    own = {computed.text, *(answer.text for answer in found.values())}
+    click.echo(f"answers are {'equal' if own == {remote.text} else 'not equal'}")
+    if remote.text not in own:  # computing may round otherwise than reusing
+        return DOES_NOT_HELP, (
+            "does not help: what another replica has computed gives another answer; switch sharing "
+            "off, and see `xinference-xavier doctor`"
+        )
+    times = round(min(alone.seconds, computed.seconds) / remote.seconds, 1)
+    measured = f"{times} × as fast from another replica as computed"
+    if times > 1:
+        return 0, f"helps: {measured}"
+    return (
+        0,
+        f"shares, but is not faster now: {measured}; busy processors or a short prompt do that",
+    )
