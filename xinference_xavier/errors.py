@@ -96,7 +96,7 @@ class ExplainError(ReasonError):
 class ApiError(XavierError):
     """A request to xinference failed; the text says why and what to do.
 
-    `status` is the HTTP status, None without an answer.
+    `status` is the HTTP status, None without an answer that could be read.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:

@@ -8,6 +8,7 @@ neither torch nor vLLM. A client may be used by one thread at a time.
 """
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from xinference_xavier.errors import (
     ConfigError,
     ModelNotFoundError,
     UnknownPrefixError,
+    shown,
 )
 from xinference_xavier.stats.answers import (
     ENDED,
@@ -31,6 +33,7 @@ from xinference_xavier.stats.answers import (
     EventRecord,
     Explanation,
     NamedPrefix,
+    is_part_of_path,
 )
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import ModelStatus
@@ -223,7 +226,7 @@ class XavierClient:
     ) -> _T:
         with _failures(self._http.base_url):
             answer = self._http.request(method, path, json=body, timeout=timeout, headers=headers)
-        return read_answer(_decoded(answer))
+        return _read(read_answer, _decoded(answer))
 
     def _listen(
         self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
@@ -304,7 +307,7 @@ class AsyncXavierClient:
             answer = await self._http.request(
                 method, path, json=body, timeout=timeout, headers=headers
             )
-        return read_answer(_decoded(answer))
+        return _read(read_answer, _decoded(answer))
 
     async def _listen(
         self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
@@ -345,7 +348,7 @@ class _Following(Generic[_T]):
         if message.event == "gone":
             self.ended = True
         elif message.event == self._event and not self._again(message):
-            data = self._read_data(message.json())
+            data = _read(lambda text: self._read_data(json.loads(text)), message.data)
             self.ended = self._is_last(data)
             yield data
 
@@ -358,16 +361,35 @@ class _Following(Generic[_T]):
         return again
 
 
+def _read(kind: Callable[[Any], _T], answer: Any) -> _T:
+    """Raises ApiError for an answer that is of no such kind."""
+    try:
+        return kind(answer)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ApiError(
+            f"the answer {shown(answer)} cannot be read ({type(error).__name__}: {error}); use the "
+            "same version of xinference-xavier here and there"
+        ) from error
+
+
 def _model(answer: Any) -> ModelStatus:
     return read(ModelStatus, answer)
 
 
 def _path(model_uid: str, action: str = "") -> str:
-    return f"/v1/xavier/{quote(model_uid, safe='')}{action}"
+    """Raises ModelNotFoundError for what can be no model's uid here."""
+    return f"/v1/xavier/{_part(model_uid, ModelNotFoundError)}{action}"
 
 
 def _prefix_path(model_uid: str, name: str, action: str = "") -> str:
-    return _path(model_uid, f"/prefixes/{quote(name, safe='')}{action}")
+    """Raises UnknownPrefixError, too."""
+    return _path(model_uid, f"/prefixes/{_part(name, UnknownPrefixError)}{action}")
+
+
+def _part(name: str, not_found: type[ApiError]) -> str:
+    if not is_part_of_path(name):
+        raise not_found(f"{name!r} is not found: names here have no slash, and not only dots", 404)
+    return quote(name, safe="")
 
 
 def _tenant(cache_salt: str | None) -> dict[str, str]:
@@ -418,7 +440,7 @@ def _decoded(answer: httpx.Response) -> Any:
     """The body of a good answer; raises ApiError for any other."""
     try:
         body = answer.json()
-    except ValueError:
+    except (RecursionError, ValueError):
         body = None
     status = answer.status_code
     detail = body.get("detail") if isinstance(body, dict) else None

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from xinference_xavier.errors import shown
 from xinference_xavier.protocol.tracker import check_question
+from xinference_xavier.stats.answers import is_part_of_path
 
 MAX_NAME = 200
 """Characters."""
@@ -101,13 +102,10 @@ def check_name(name: object) -> str:
         raise ValueError(f"name={shown(name)} is not a name; give a text")
     if len(name) > MAX_NAME:
         raise ValueError(f"name={shown(name)} has {len(name)} characters; use at most {MAX_NAME}")
-    if "/" in name or not name.isprintable():
+    if not is_part_of_path(name) or not name.isprintable():
         raise ValueError(
-            f"name={shown(name)} has a slash or characters that cannot be printed; leave them out"
-        )
-    if name in (".", ".."):
-        raise ValueError(
-            f"name={shown(name)} is what clients and proxies take out of a path; choose another"
+            f"name={shown(name)} has a slash, characters that cannot be printed, or only dots, "
+            "which proxies take out of a path; choose another"
         )
     return name
 

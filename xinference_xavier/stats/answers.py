@@ -103,6 +103,12 @@ class PrefixCopy:
     firm: bool = False
 
 
+def is_part_of_path(name: str) -> bool:
+    """A route can tell of what has this name. A slash ends a part of a path, and clients and
+    proxies take dots out of it."""
+    return "/" not in name and name not in ("", ".", "..")
+
+
 SALT_HEADER = "x-xavier-cache-salt"
 """Names the tenant whose prefixes a request is about, percent-encoded; URLs are written to logs."""
 ENDED = ("kept", "failed")

@@ -299,6 +299,8 @@ async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> Non
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n_worker": 2}, "n_worker=2 spreads one replica over several workers"),
     ({"n_worker": "2"}, "n_worker='2' spreads"),
+    ({"model_uid": "org/m"}, "model_uid='org/m' has a slash"),
+    ({"model_uid": "."}, "model_uid='.' has"),
     ({"kv_transfer_config": {"kv_connector": "Other"}}, "is set by enable_xavier"),
     ({"xavier_cache_bytes": 1, "xavier_queue": 1}, "built into xinference"),
     ({"xavier_pool_bytes": "4QiB"}, "is not a size"),

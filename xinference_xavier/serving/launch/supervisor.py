@@ -44,6 +44,7 @@ from xinference_xavier.runtime.aio import Rollback, spawn
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.launch import Method, own_trackers
 from xinference_xavier.serving.launch.drain import passes_over
+from xinference_xavier.stats.answers import is_part_of_path
 from xinference_xavier.tracker.actor import BlockTracker
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,14 @@ logger = logging.getLogger(__name__)
 
 def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     """Raises ConfigError for a launch that cannot share; warns of a single replica."""
+    model_uid = arguments["model_uid"]
+    if model_uid and not is_part_of_path(model_uid):
+        raise ConfigError(
+            "model_uid",
+            model_uid,
+            "has a slash or only dots, so that no route finds the model",
+            f"choose another, or {WITHOUT_US}",
+        )
     n_worker = arguments.get("n_worker")
     if str(1 if n_worker is None else n_worker) != "1":
         raise ConfigError(

@@ -1,0 +1,79 @@
+"""A client raises `ApiError` for each answer that it cannot read, and for names without a route."""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+from xinference_xavier.client import AsyncXavierClient, XavierClient
+from xinference_xavier.errors import ApiError, ModelNotFoundError, UnknownPrefixError
+
+ENDPOINT = "http://xinference"
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "models": lambda client: client.models(),
+    "status": lambda client: client.status("m"),
+    "switch": lambda client: client.switch("m", True),
+    "set_routing": lambda client: client.set_routing("m", "off"),
+    "set_weights_version": lambda client: client.set_weights_version("m", "1"),
+    "flush": lambda client: client.flush("m"),
+    "explain": lambda client: client.explain("m", "text"),
+    "add_prefix": lambda client: client.add_prefix("m", "guide", "text"),
+    "prefixes": lambda client: client.prefixes("m"),
+    "prefix": lambda client: client.prefix("m", "guide"),
+    "change_prefix": lambda client: client.change_prefix("m", "guide", ttl=1.0),
+    "complete": lambda client: client.complete("m", "text", max_tokens=1),
+    "cluster": lambda client: client.cluster(),
+    "saved_launches": lambda client: client.saved_launches(),
+}
+STREAMS: dict[str, Callable[[Any], Iterable[Any]]] = {
+    "status": lambda client: client.watch("m"),
+    "event": lambda client: client.events("m"),
+    "prefix": lambda client: client.watch_prefix("m", "guide"),
+}
+OTHERS = ('"text"', "[[1]]", '{"models": 7}', '{"prefixes": [7]}', "[" * 100_000)
+"""Answers of another server. Each call can read some of them."""
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: str, kind: str = "application/json") -> None:
+    headers = {"content-type": kind}
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=answer, headers=headers))
+    for name in ("Client", "AsyncClient"):
+        monkeypatch.setattr(httpx, name, partial(getattr(httpx, name), transport=transport))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_another_servers_answer_is_an_api_error_or_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any]
+) -> None:
+    for answer in OTHERS:
+        with monkeypatch.context() as patch:
+            answering(patch, answer)
+            with XavierClient(ENDPOINT) as client, suppress(ApiError):
+                call(client)
+    answering(monkeypatch, "7")
+    with XavierClient(ENDPOINT) as client, pytest.raises(ApiError, match="the answer 7"):
+        call(client)
+    async with AsyncXavierClient(ENDPOINT) as twin:
+        with pytest.raises(ApiError, match="the answer 7"):
+            await call(twin)
+
+
+@pytest.mark.parametrize("data", ["{", "7", '{"event": 7}', "[" * 100_000])
+@pytest.mark.parametrize("name", STREAMS)
+def test_so_is_a_streams_message(monkeypatch: pytest.MonkeyPatch, name: str, data: str) -> None:
+    answering(monkeypatch, f"event: {name}\ndata: {data}\n\n", "text/event-stream")
+    with XavierClient(ENDPOINT) as client, pytest.raises(ApiError, match="cannot be read"):
+        next(iter(STREAMS[name](client)))
+
+
+@pytest.mark.parametrize("name", ["a/b", ".", ".."])
+def test_a_name_that_no_route_has_is_not_found(name: str) -> None:
+    """Nobody is asked: clients and proxies make another path of it."""
+    with XavierClient("http://127.0.0.1:1") as client:
+        with pytest.raises(ModelNotFoundError):
+            client.status(name)
+        with pytest.raises(UnknownPrefixError):
+            client.remove_prefix("m", name)
