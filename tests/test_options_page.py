@@ -7,10 +7,11 @@ from typing import NamedTuple
 import pytest
 
 from xinference_xavier.config import BACKEND, ENABLE, XavierConfig, take_launch_options
-from xinference_xavier.options import BASIC, EXPERT, PARSERS
+from xinference_xavier.options import BASIC, EXPERT, ONLY_UNDER_XINFERENCE, PARSERS
 
 ROOT = Path(__file__).parents[1]
 FIELD = re.compile(r"^- (?P<name>Type|Default|Range|Such as): (?P<text>.+)$", re.MULTILINE)
+ONLY = re.compile(r"Only under\sxinference\.")
 EVERY_OPTION = [ENABLE, BACKEND, *PARSERS]
 
 OF_THE_LAUNCH = {ENABLE: "false", BACKEND: "extension"}
@@ -19,6 +20,7 @@ OF_THE_LAUNCH = {ENABLE: "false", BACKEND: "extension"}
 
 class Option(NamedTuple):
     name: str
+    text: str
     default: str
     such_as: list[str]
 
@@ -32,6 +34,7 @@ def options() -> dict[str, Option]:
         name = section.splitlines()[0].strip("`")
         found[name] = Option(
             name,
+            section,
             fields["Default"],
             re.findall(r"`([^`]+)`", fields["Such as"]),
         )
@@ -47,6 +50,11 @@ def test_the_basic_options_have_a_part_of_their_own() -> None:
     basic, expert = page.split("## Basic options")[1].split("## Expert options")
     assert re.findall(r"^### `(\w+)`", basic, re.M) == [ENABLE, BACKEND, *BASIC]
     assert re.findall(r"^### `(\w+)`", expert, re.M) == [*EXPERT]
+
+
+def test_the_page_says_what_does_nothing_without_xinference() -> None:
+    said = [each.name for each in options().values() if ONLY.search(each.text)]
+    assert said == [*ONLY_UNDER_XINFERENCE]
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])

@@ -275,6 +275,16 @@ EXPERT = {
 }
 """Options whose defaults suit most clusters."""
 PARSERS = BASIC | EXPERT
+ONLY_UNDER_XINFERENCE = (
+    "xavier_routing",
+    "xavier_roles",
+    "xavier_queue",
+    "xavier_prefill_threshold",
+    "xavier_pin_fraction",
+    "xavier_warm_join",
+    "xavier_drain",
+)
+"""Without it, nobody routes requests, names prefixes, or starts and removes replicas."""
 
 
 def parse_bool(option: str, value: object) -> bool:

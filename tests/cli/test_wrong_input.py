@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from xinference_xavier.cli.commands import main
+from xinference_xavier.options import ONLY_UNDER_XINFERENCE
 
 NO_TEXT = "\udcff"
 """What Python makes of an argument's byte that is no UTF-8."""
@@ -53,6 +54,13 @@ def refused(*words: str) -> str:
         ([*CONFIG, "10.0.0.1:0"], "has no port"),
         ([*CONFIG, "0.0.0.0:9920"], "is not an address that replicas can reach"),
         ([*CONFIG, HERE], "xavier_pool_bytes=None is required without xinference"),
+        *(
+            (
+                [*CONFIG, HERE, *POOL, f"--{name}", "1"],
+                f"{name}='1' does nothing without xinference",
+            )
+            for name in ONLY_UNDER_XINFERENCE
+        ),
         ([*CONFIG, HERE, "--name", "a b"], "name='a b' is not a name"),
         ([*CONFIG, HERE, "--xavier_pool_bytes", "4QiB"], "is not a size"),
         ([*CONFIG, HERE, "--xavier_pool_bytes"], "'--xavier_pool_bytes' requires an argument"),

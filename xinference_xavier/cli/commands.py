@@ -23,7 +23,7 @@ from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.events import load_hook
-from xinference_xavier.options import PARSERS
+from xinference_xavier.options import ONLY_UNDER_XINFERENCE, PARSERS
 from xinference_xavier.stats.answers import EventRecord
 
 _EPILOG = """\b
@@ -293,7 +293,8 @@ def _interrupted() -> asyncio.Event:
 
 def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
     for name in reversed(PARSERS):
-        command = click.option(f"--{name}", metavar="VALUE")(command)
+        hidden = name in ONLY_UNDER_XINFERENCE  # refused with the reason
+        command = click.option(f"--{name}", metavar="VALUE", hidden=hidden)(command)
     return command
 
 
@@ -305,12 +306,13 @@ def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
 def transfer_config(model: str, address: str, name: str | None, **options: str | None) -> None:
     """Print the `vllm serve --kv-transfer-config` of servers that share MODEL's caches.
 
-    The options are those of `xinference launch`; --xavier_pool_bytes is required.
+    The options are those of `xinference launch` that do not need xinference; --xavier_pool_bytes is
+    required.
     """
     from xinference_xavier.cli import standalone
 
     try:
-        config = standalone.transfer_config(model, address, parse_options(options), name)
+        config = standalone.transfer_config(model, address, options, name)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     click.echo(json.dumps(config, separators=(",", ":")))

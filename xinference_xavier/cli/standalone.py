@@ -12,8 +12,9 @@ from typing import Any
 
 import xoscar
 
-from xinference_xavier.config import XavierConfig, kv_transfer_config
+from xinference_xavier.config import XavierConfig, kv_transfer_config, parse_options
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.options import ONLY_UNDER_XINFERENCE
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import (
     is_wildcard,
@@ -38,18 +39,22 @@ def transfer_config(
     model_uid: str, address: str, options: Mapping[str, Any], name: str | None = None
 ) -> dict[str, Any]:
     """vLLM's `kv_transfer_config` for a model whose tracker is at `address`, and for the server of
-    that `name`; raises ConfigError."""
+    that `name`. `options` are those of a launch. Raises ConfigError."""
+    for option in ONLY_UNDER_XINFERENCE:
+        if (value := options.get(option)) is not None:
+            raise ConfigError(option, value, "does nothing without xinference", "leave it out")
+    fields = parse_options(options)
     if name is not None and not _NAME.fullmatch(name):
         raise ConfigError(
             "name", name, "is not a name", "use letters, digits, dots, dashes and underscores"
         )
     check_reachable(address)
-    if "pool_bytes" not in options:
+    if "pool_bytes" not in fields:
         raise ConfigError(
             "xavier_pool_bytes", None, "is required without xinference", "use a size such as 4GiB"
         )
     return kv_transfer_config(
-        XavierConfig(model_uid=model_uid, tracker_address=address, replica=name, **options)
+        XavierConfig(model_uid=model_uid, tracker_address=address, replica=name, **fields)
     )
 
 
