@@ -26,6 +26,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.aio import ask
+from xinference_xavier.runtime.host import GRACE, await_end
 
 PATIENCE = 60.0  # seconds
 
@@ -47,6 +48,15 @@ def engine_that_starts_late(pipe: Connection) -> None:
 def engine_that_ignores_a_signal(pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     engine(pipe)
+
+
+def engine_that_ends_already(pipe: Connection) -> None:
+    """It tells whether it was let alone while it frees what it has, without vLLM's handler."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    end_with_parent()
+    pipe.send(os.getpid())
+    await_end(os.getppid())
+    pipe.send(signal.sigtimedwait({signal.SIGTERM}, GRACE / 2) is None)
 
 
 def engine_that_hangs_in_c(pipe: Connection) -> None:
@@ -87,6 +97,7 @@ ENGINES: list[tuple[str, Callable[[Connection], None]]] = [
     ("fork", engine),
     ("fork", engine_that_starts_late),
     ("fork", engine_that_ignores_a_signal),
+    ("fork", engine_that_ends_already),
     ("fork", engine_that_hangs_in_c),
     ("fork", engine_that_hangs_with_pythons_lock),
 ]
@@ -109,6 +120,7 @@ def test_engines_end_when_their_parent_is_killed() -> None:
     assert len(helpers) == 1  # a transfer process
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
+    assert ours.recv(), "what ends already gets no signal"
     _, alive = psutil.wait_procs(engines + helpers, PATIENCE)
     for each in alive:
         each.kill()

@@ -34,7 +34,8 @@ _watching = set[int]()
 
 def end_with_parent() -> None:
     """Send SIGTERM to this process when its parent ends, and SIGKILL if that is not enough, from a
-    thread that waits for that.
+    thread that waits for that. A process without a handler gets no SIGTERM: vLLM takes its own away
+    before it frees what an engine has, such as shared memory, which a signal would leave behind.
 
     Does nothing unless multiprocessing started this process. Idempotent.
     """
@@ -51,7 +52,8 @@ def _watch(pid: int) -> None:
         logger.warning("cannot watch the parent process: pid=%d error=%r", pid, error)
         return
     logger.warning("parent process ended, ending this engine: pid=%d", pid)
-    os.kill(os.getpid(), signal.SIGTERM)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)  # Python's handler does not run while the engine hangs in C
     os.kill(os.getpid(), signal.SIGKILL)
 
