@@ -12,6 +12,7 @@ Needs what `make venv` installs. `experiment` has the measurement itself.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import shlex
@@ -85,6 +86,8 @@ def main() -> int:
             cluster.launch("demo-model", MODEL_UID, **arguments)
             report = measure(cluster, model, int(arguments["xavier_chunk_tokens"]))
             say("stopping everything")
+            for left in itertools.chain(*cluster.stop()):
+                report["notes"].append(f"{left} had to be removed by force")
     except ClusterError as error:
         console.print(str(error), markup=False)
         return 1
