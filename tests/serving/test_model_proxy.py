@@ -196,10 +196,11 @@ def test_what_has_no_usage_is_left_alone(answer: bytes | str) -> None:
 
 
 def test_an_answer_keeps_its_kind_and_its_other_fields() -> None:
-    answer = json.dumps({"text": "é", "usage": {"prompt_tokens": 3}, "id": 1})
+    """Half a character, as a model's last token may be, among them."""
+    answer = json.dumps({"text": "é\ud83d", "usage": {"prompt_tokens": 3}, "id": 1})
     found = counted(answer, 1.0)
     assert json.loads(found) == {
-        "text": "é",
+        "text": "é\ud83d",
         "usage": {"prompt_tokens": 3, "cache_creation_input_tokens": 3},
         "id": 1,
     }

@@ -206,4 +206,4 @@ def _line(line: str, share: float) -> str:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     tokens = math.ceil(share * usage["prompt_tokens"])
     usage["cache_creation_input_tokens"] = max(0, tokens - cached)
-    return line[:start] + json.dumps(answer, ensure_ascii=False) + line[start + end :]
+    return line[:start] + json.dumps(answer) + line[start + end :]
