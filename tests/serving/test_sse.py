@@ -183,6 +183,18 @@ async def test_a_refused_stream_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert answer.json() == {"detail": "0 streams are open; close another page first"}
 
 
+async def test_a_stream_ends_so_that_its_listeners_rights_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_LIFE", 0.3)
+    transport = httpx.ASGITransport(app_of(endless))
+    async with (
+        asyncio.timeout(30),
+        httpx.AsyncClient(transport=transport, base_url="http://api") as client,
+    ):
+        assert "and so on" in (await client.get("/")).text
+
+
 class Draining(uvicorn.Server):
     """What xinference 4.1 has and 4.0 has not: a server that gives way to another one."""
 

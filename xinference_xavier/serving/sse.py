@@ -27,6 +27,8 @@ MAX_RECENT = 100
 """Events sent at the start."""
 
 MAX_LISTENERS = 100
+MAX_LIFE = 600.0
+"""Seconds. xinference asks for a listener's key or login only when a stream begins."""
 
 Message = dict[str, str]
 """The arguments of `sse_starlette`: `event`, `data` and, for events, `id`."""
@@ -58,12 +60,12 @@ class Listeners:
 
 
 class Stream(EventSourceResponse):
-    """An answer that may be endless. It ends early, with its connection, when the server drains:
-    from 4.1 on, xinference's waits for all connections to close before it gives way to another.
-    Clients connect again."""
+    """An answer that may be endless. It ends after `MAX_LIFE`, and when the server drains: from 4.1
+    on, xinference's waits for all connections to close before it gives way to another. Clients
+    connect again, if they still may."""
 
     def __init__(self, listeners: Listeners, messages: AsyncIterator[Message]) -> None:
-        super().__init__(until_drained(messages))
+        super().__init__(limited(messages))
         self.headers["Connection"] = "close"
         self._listeners = listeners
 
@@ -72,10 +74,12 @@ class Stream(EventSourceResponse):
             await super().__call__(scope, receive, send)
 
 
-async def until_drained(messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
+async def limited(messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
     coming: asyncio.Task[Message | None] | None = None
+    loop = asyncio.get_running_loop()
+    end = loop.time() + MAX_LIFE
     try:
-        while not _drains():
+        while loop.time() < end and not _drains():
             coming = coming or asyncio.ensure_future(anext(messages, None))
             await asyncio.wait({coming}, timeout=_LOOK)
             if coming.done():
