@@ -103,44 +103,39 @@ def with_prefix(request: Mapping[str, Any], content: Mapping[str, Any]) -> dict[
 
 def prompt_text(request: Mapping[str, Any]) -> Text:
     parts, length = list[str | bytes](), 0
-    try:
-        for part in _parts({name: request[name] for name in _FIELDS if request.get(name)}):
-            length += len(part) + 1 if isinstance(part, str) else PIECE
-            if length > MAX_TEXT:
-                return NO_TEXT
-            parts.append(part)
-    except RecursionError:
-        return NO_TEXT
+    for part in _parts({name: request[name] for name in _FIELDS if request.get(name)}):
+        length += len(part) + 1 if isinstance(part, str) else PIECE
+        if length > MAX_TEXT:
+            return NO_TEXT
+        parts.append(part)
     return text_of(parts)
 
 
-def _parts(value: object) -> Iterator[str | bytes]:
+def _parts(request: Mapping[str, Any]) -> Iterator[str | bytes]:
     """All texts and numbers in it, with the names of their fields; those of media as bytes. A block
     of text is its text, whatever is noted beside it, such as `cache_control`."""
-    if isinstance(value, str):
-        inline = value.startswith("data:") and ";base64," in value[:100]
-        yield _encoded(value) if inline else value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _parts(item)
-    elif isinstance(value, dict):
-        kind = value.get("type")
-        if kind == "text" and isinstance(text := value.get("text"), str):
-            yield text
-            return
-        if isinstance(kind, str) and kind in _MEDIA:
-            yield kind
-            yield from map(_encoded, _parts([*value.values()]))
-            return
-        for name, item in value.items():
-            yield name
-            yield from _parts(item)
-    elif value is not None:
-        yield str(value)
-
-
-def _encoded(part: str | bytes) -> bytes:
-    return part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
+    rest: list[tuple[object, bool]] = [(request, False)]  # the next one last, and if it is media
+    while rest:
+        value, media = rest.pop()
+        if isinstance(value, list):
+            rest += [(item, media) for item in reversed(value)]
+            continue
+        if isinstance(value, dict):
+            kind = value.get("type")
+            if kind == "text" and isinstance(text := value.get("text"), str):
+                value = text
+            elif isinstance(kind, str) and kind in _MEDIA:
+                rest += [(item, True) for item in reversed(value.values())]
+                value = kind
+            else:
+                for name, item in reversed(value.items()):
+                    rest += [(item, media), (name, media)]
+                continue
+        if value is None:
+            continue
+        part = str(value)
+        inline = part.startswith("data:") and ";base64," in part[:100]
+        yield part.encode("utf-8", "surrogatepass") if media or inline else part
 
 
 def session_of(request: Mapping[str, Any], header: str | None) -> str:
