@@ -17,7 +17,7 @@ from tests.serving.supervisors import KEY_BYTES, Supervisor, api_context, gatewa
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.serving.answers import answered_for, model_access
+from xinference_xavier.serving.answers import MODEL, answered_for, model_access
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import FirstTokens, ReplicaStats
@@ -392,13 +392,25 @@ class Keys:
         return token != "elsewhere"
 
 
+REPORTS = {
+    "GET /v1/xavier": None,
+    f"GET {MODEL}": None,
+    f"PATCH {MODEL}": {"enabled": True},
+    f"PUT {MODEL}/weights": {"version": "2"},
+    f"POST {MODEL}/flush": None,
+}
+"""Routes that answer with reports, and bodies."""
+
+
 async def test_only_those_who_may_ask_a_model_see_its_names(supervisor: Any, tracker: Any) -> None:
     named = {**NO_PREFIXES, "prefixes": [GUIDE], "prefix_states": {"kept": 1}}
     async with client_of(supervisor, named, service=Keys()) as client:
-        for path in ("/v1/xavier", URL):
+        for route, body in {**REPORTS, "GET /v1/cluster/xavier": None}.items():
+            method, path = route.format(model_uid="m").split()
             for key in ("here", "elsewhere"):
-                answer = await client.get(path, headers={"authorization": f"Bearer {key}"})
-                assert ("guide" in answer.text) == (key == "here")
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await client.request(method, path, json=body, headers=headers)
+                assert ("guide" in answer.text) == (key == "here" and route in REPORTS), route
                 assert '"kept":1' in answer.text
 
 

@@ -14,7 +14,12 @@ from tests.serving.supervisors import Bare, Supervisor, gateway_to, join, ref_to
 from xinference_xavier import __version__
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.serving import gateway
-from xinference_xavier.serving.gateway import TrackerGateway, cluster_info, worker_process_info
+from xinference_xavier.serving.gateway import (
+    ModelReport,
+    TrackerGateway,
+    cluster_info,
+    worker_process_info,
+)
 from xinference_xavier.serving.metrics import Exporter
 
 
@@ -26,7 +31,7 @@ class Counting(TrackerGateway):
         self.begun = 0
         self.may_end = asyncio.Event()
 
-    async def report(self, model_uid: str) -> dict[str, Any]:
+    async def report(self, model_uid: str) -> Any:
         self.begun += 1
         number = self.begun
         await self.may_end.wait()
@@ -94,11 +99,11 @@ class Many(TrackerGateway):
         return Slow({"model_uid": "m", "enabled": True, "namespaces": {}})
 
     async def shared_report(self, model_uid: str, max_age: float) -> Any:
-        return Slow(await self.report(model_uid))
+        return ModelReport(Slow((await self.report(model_uid)).public), [])
 
 
 async def test_requests_go_on_while_a_long_report_is_made() -> None:
-    assert (await Many(ref_to(None)).report("m"))["enabled"]
+    assert (await Many(ref_to(None)).report("m")).public["enabled"]
 
 
 async def test_requests_go_on_while_many_metrics_are_made() -> None:
@@ -112,7 +117,7 @@ async def test_metrics_that_cannot_be_made_cost_only_themselves() -> None:
 
     class Broken(Many):
         async def shared_report(self, model_uid: str, max_age: float) -> Any:
-            return {"model_uid": 1, "replicas": 1}
+            return ModelReport({"model_uid": 1, "replicas": 1}, [])
 
     exporter = Exporter(Broken(ref_to(None)))
     await exporter.refresh(10.0)

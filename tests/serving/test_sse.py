@@ -29,6 +29,11 @@ async def trackers(supervisor: Any, monkeypatch: pytest.MonkeyPatch) -> TrackerG
     return gateway_to(supervisor)
 
 
+def messages_of(trackers: TrackerGateway) -> AsyncIterator[dict[str, str]]:
+    """The stream of a listener who may not ask the model."""
+    return live(trackers, "m", lambda model_uid: False)
+
+
 async def heard(messages: AsyncIterator[dict[str, str]], kind: str) -> dict[str, Any]:
     """The data of the next message of this kind."""
     async for message in messages:
@@ -42,13 +47,13 @@ async def test_the_stream_begins_with_history_recent_events_and_the_status(
     trackers: TrackerGateway, tracker: Any
 ) -> None:
     await join(tracker, "a", "m-0")
-    messages = live(trackers, "m")
+    messages = messages_of(trackers)
     kinds = [(await anext(messages))["event"] for _ in range(3)]
     assert kinds == ["history", "event", "status"]
 
 
 async def test_the_status_is_repeated(trackers: TrackerGateway, tracker: Any) -> None:
-    messages = live(trackers, "m")
+    messages = messages_of(trackers)
     assert (await heard(messages, "status"))["replicas"] == []
     await join(tracker, "a", "m-0")
     while not (report := await heard(messages, "status"))["replicas"]:
@@ -59,8 +64,10 @@ async def test_the_status_is_repeated(trackers: TrackerGateway, tracker: Any) ->
 async def test_a_listener_sees_of_a_status_what_it_may(
     trackers: TrackerGateway, tracker: Any
 ) -> None:
-    messages = live(trackers, "m", lambda report: {"model_uid": report["model_uid"]})
-    assert await heard(messages, "status") == {"model_uid": "m"}
+    trackers.prefixes = lambda model_uid: {"prefixes": [{"name": f"guide of {model_uid}"}]}
+    seen = await heard(live(trackers, "m", lambda model_uid: model_uid == "m"), "status")
+    assert seen["prefixes"] == [{"name": "guide of m"}]
+    assert (await heard(messages_of(trackers), "status"))["prefixes"] == []
 
 
 async def test_events_come_as_they_happen(
@@ -68,7 +75,7 @@ async def test_events_come_as_they_happen(
 ) -> None:
     """They do not wait for the next status."""
     monkeypatch.setattr(module, "STATUS_INTERVAL", 3600.0)
-    messages = live(trackers, "m")
+    messages = messages_of(trackers)
     await heard(messages, "status")
     await tracker.set_enabled(False)
     event = await heard(messages, "event")
@@ -84,7 +91,7 @@ async def test_the_stream_begins_with_only_the_latest_events(
     monkeypatch.setattr(module, "MAX_RECENT", 2)
     for name in ("m-0", "m-1", "m-2"):
         await join(tracker, name, name)
-    messages = live(trackers, "m")
+    messages = messages_of(trackers)
     assert [(await heard(messages, "event"))["replica"] for _ in range(2)] == ["m-1", "m-2"]
 
 
@@ -92,7 +99,7 @@ async def test_the_stream_waits_for_a_tracker_that_is_away(
     trackers: TrackerGateway, supervisor: Any, tracker: Any
 ) -> None:
     """It says so once, and then begins again, because the next tracker may know less or more."""
-    messages = live(trackers, "m")
+    messages = messages_of(trackers)
     await heard(messages, "status")
     await supervisor.leave()
     assert await heard(messages, "unavailable") == {"detail": "the tracker of 'm' does not answer"}
@@ -103,7 +110,7 @@ async def test_the_stream_waits_for_a_tracker_that_is_away(
 async def test_the_events_of_a_replaced_tracker_are_its_own(
     trackers: TrackerGateway, address: str, tracker: Any
 ) -> None:
-    messages = live(trackers, "m")
+    messages = messages_of(trackers)
     await join(tracker, "a", "m-0")
     assert (await heard(messages, "event"))["replica"] == "m-0"
     await xo.destroy_actor(tracker)
@@ -115,7 +122,7 @@ async def test_the_events_of_a_replaced_tracker_are_its_own(
 async def test_the_stream_ends_with_the_model(
     trackers: TrackerGateway, supervisor: Any, tracker: Any
 ) -> None:
-    messages = live(trackers, "m")
+    messages = messages_of(trackers)
     await heard(messages, "status")
     await xo.destroy_actor(tracker)
     await supervisor.put("m", None)

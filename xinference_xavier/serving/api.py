@@ -35,8 +35,8 @@ from xinference_xavier.serving.bodies import (
     Reports,
     Weights,
 )
-from xinference_xavier.serving.gateway import TrackerGateway, cluster_info
-from xinference_xavier.serving.sse import Filter, Listeners, Stream, live, notice_servers
+from xinference_xavier.serving.gateway import ModelReport, TrackerGateway, cluster_info
+from xinference_xavier.serving.sse import Listeners, Stream, live, notice_servers
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 _MAX_CHANGE = 1 << 10
@@ -71,26 +71,28 @@ class _Routes:
         found = await asyncio.gather(*map(self._report_or_reason, uids))
         answers = dict(zip(uids, found, strict=True))
         reports = [
-            self._visible(request, uid)(answer)
-            for uid, answer in answers.items()
-            if isinstance(answer, dict)
+            self._seen(request, answer)
+            for answer in answers.values()
+            if isinstance(answer, ModelReport)
         ]
         unavailable = {uid: answer for uid, answer in answers.items() if isinstance(answer, str)}
         return JSONResponse({"models": reports, "unavailable": unavailable})
 
-    async def _report_or_reason(self, model_uid: str) -> dict[str, Any] | str:
+    async def _report_or_reason(self, model_uid: str) -> ModelReport | str:
         try:
             return await answered_for(model_uid, self._trackers.report(model_uid))
         except HTTPException as error:
             return str(error.detail)
 
-    def _visible(self, request: Request, model_uid: str) -> Filter:
-        """What the caller may see of a model's report: names are texts of those who may ask it."""
+    def _may_ask(self, request: Request, model_uid: str) -> bool:
         try:
             self._access(request, model_uid)
         except HTTPException:
-            return lambda report: {**report, "prefixes": []}
-        return lambda report: report
+            return False
+        return True
+
+    def _seen(self, request: Request, report: ModelReport) -> dict[str, Any]:
+        return report.seen_by(partial(self._may_ask, request))
 
     async def cluster(self) -> JSONResponse:
         """What every process of the cluster runs, for `doctor`."""
@@ -99,43 +101,45 @@ class _Routes:
     async def one_model(self, model_uid: str, request: Request) -> JSONResponse:
         """Report of a model."""
         report = await answered_for(model_uid, self._trackers.report(model_uid))
-        return JSONResponse(self._visible(request, model_uid)(report))
+        return JSONResponse(self._seen(request, report))
 
     async def events(self, model_uid: str, request: Request) -> Stream:
         """A model's recent events, new ones, and a report every second."""
         # A later error would be part of the stream.
         await answered_for(model_uid, self._trackers.find(model_uid))
-        return Stream(
-            self._listeners, live(self._trackers, model_uid, self._visible(request, model_uid))
-        )
+        messages = live(self._trackers, model_uid, partial(self._may_ask, request))
+        return Stream(self._listeners, messages)
 
     async def change(self, model_uid: str, request: Request) -> JSONResponse:
         """Change settings of a model that runs."""
         change = _read(Change, await request.body())
-        return JSONResponse(await answered_for(model_uid, self._change(model_uid, change)))
+        report = await answered_for(model_uid, self._change(model_uid, change))
+        return JSONResponse(self._seen(request, report))
 
-    async def _change(self, model_uid: str, change: Change) -> dict[str, Any]:
+    async def _change(self, model_uid: str, change: Change) -> ModelReport:
         for name, value in change.model_dump(exclude_none=True).items():
             await self._trackers.call(model_uid, f"set_{name}", value)
         report = await self._trackers.report(model_uid)
         if change.routing is not None:
             # This process learns of it from the tracker, perhaps a moment later.
-            return {**report, "routing": {**report["routing"], "mode": change.routing}}
+            report.public["routing"]["mode"] = change.routing
         return report
 
     async def set_weights(self, model_uid: str, request: Request) -> JSONResponse:
         """Let replicas share again after a reset, by the name of their weights."""
         version = _read(Weights, await request.body()).version
-        asking = self._ask_all(model_uid, "set_weights_version", version)
-        return JSONResponse(await answered_for(model_uid, asking))
+        return await self._ask_all(request, model_uid, "set_weights_version", version)
 
-    async def flush(self, model_uid: str) -> JSONResponse:
+    async def flush(self, model_uid: str, request: Request) -> JSONResponse:
         """Empty the pools of all replicas."""
-        return JSONResponse(await answered_for(model_uid, self._ask_all(model_uid, "flush")))
+        return await self._ask_all(request, model_uid, "flush")
 
-    async def _ask_all(self, model_uid: str, method: str, *args: object) -> dict[str, Any]:
-        answers = await self._trackers.call(model_uid, method, *args)
-        return {**await self._trackers.report(model_uid), "answers": answers}
+    async def _ask_all(
+        self, request: Request, model_uid: str, method: str, *args: object
+    ) -> JSONResponse:
+        answers = await answered_for(model_uid, self._trackers.call(model_uid, method, *args))
+        report = await answered_for(model_uid, self._trackers.report(model_uid))
+        return JSONResponse({**self._seen(request, report), "answers": answers})
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
         """Where the chunks of a prompt are, and what a request for it would reuse."""

@@ -125,8 +125,8 @@ class Cluster(_Answer):
     workers: dict[str, dict[str, Any]]
     """xinference's workers, by address."""
     models: dict[str, dict[str, Any]]
-    """The models by uid, each with its `report`, its `tracker`'s process and the `self_checks` of
-    its replicas."""
+    """The models by uid, each with its `report` without `prefixes`, its `tracker`'s process and the
+    `self_checks` of its replicas."""
 
 
 class PlacedChunk(_Answer):

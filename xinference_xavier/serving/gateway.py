@@ -27,9 +27,26 @@ DEADLINE = 10.0
 """Seconds for any answer except an explanation."""
 
 
+MayAsk = Callable[[str], bool]
+"""Whether a caller may ask the model of that uid."""
+
+
+class ModelReport(NamedTuple):
+    """A model's report. The names of its prefixes are apart from what is `public`: they are texts
+    of those who may ask the model."""
+
+    public: dict[str, Any]
+    prefixes: list[dict[str, Any]]
+
+    def seen_by(self, may_ask: MayAsk) -> dict[str, Any]:
+        """The report as this caller gets it."""
+        names = self.prefixes if may_ask(self.public["model_uid"]) else []
+        return {**self.public, "prefixes": names}
+
+
 class _Reading(NamedTuple):
     began: float  # monotonic seconds
-    report: asyncio.Task[dict[str, Any]]
+    report: asyncio.Task[ModelReport]
 
 
 class TrackerGateway:
@@ -76,15 +93,17 @@ class TrackerGateway:
         tracker = await self.find(model_uid)
         return await _found(model_uid, within(deadline, getattr(tracker, method)(*args)))
 
-    async def report(self, model_uid: str) -> dict[str, Any]:
+    async def report(self, model_uid: str) -> ModelReport:
         # For a thousand replicas this takes 0.4 s, in which requests would not be forwarded.
         making = asyncio.to_thread(report, await self.call(model_uid, "status"))
         status = await within(DEADLINE, making)
         router = self.routers.get(model_uid)
         routing = asdict(RoutingStats()) if router is None else router.report()
-        return {**status, "routing": routing, **self.prefixes(model_uid)}
+        public = {**status, "routing": routing, **self.prefixes(model_uid)}
+        names = public.pop("prefixes", [])
+        return ModelReport(public, names)
 
-    async def shared_report(self, model_uid: str, max_age: float) -> dict[str, Any]:
+    async def shared_report(self, model_uid: str, max_age: float) -> ModelReport:
         """A report begun at most `max_age` seconds ago, shared by all callers."""
         now = time.monotonic()
         for uid, reading in list(self._readings.items()):
@@ -148,7 +167,7 @@ async def _ask_worker(worker: Any) -> dict[str, Any]:
 
 async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
     try:
-        report = await trackers.report(model_uid)
+        report = (await trackers.report(model_uid)).public
         tracker = await trackers.call(model_uid, "process_info")
         self_checks = await trackers.call(
             model_uid, "self_checks", deadline=SELF_CHECK_DEADLINE + 1

@@ -528,7 +528,7 @@ class Exporter:
         """The model with its report; None if it has ended meanwhile."""
         reading = self._trackers.shared_report(model, MAX_AGE)
         try:
-            return model, await within(deadline - time.monotonic(), reading)
+            return model, (await within(deadline - time.monotonic(), reading)).public
         except NotFoundError:
             return None
         except Exception as error:

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import json
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.runtime.aio import UNREACHABLE, within
 from xinference_xavier.serving import seam
-from xinference_xavier.serving.gateway import DEADLINE, TrackerGateway
+from xinference_xavier.serving.gateway import DEADLINE, MayAsk, TrackerGateway
 
 STATUS_INTERVAL = 1.0
 RETRY_PAUSE = 1.0
@@ -33,8 +33,6 @@ MAX_LIFE = 600.0
 Message = dict[str, str]
 """The arguments of `sse_starlette`: `event`, `data` and, for events, `id`."""
 
-
-Filter = Callable[[dict[str, Any]], dict[str, Any]]
 _LOOK = 0.25
 """Seconds between two looks whether the server drains."""
 
@@ -112,14 +110,11 @@ def notice_servers() -> None:
     uvicorn.Server.on_tick = on_tick  # type: ignore[method-assign, assignment]
 
 
-async def live(
-    trackers: TrackerGateway, model_uid: str, visible: Filter = lambda report: report
-) -> AsyncIterator[Message]:
-    """`visible` makes of a report what the listener may see."""
+async def live(trackers: TrackerGateway, model_uid: str, may_ask: MayAsk) -> AsyncIterator[Message]:
     available = True
     while True:
         try:
-            async for sent in _session(trackers, model_uid, visible):
+            async for sent in _session(trackers, model_uid, may_ask):
                 available = True
                 yield sent
         except NotFoundError as error:
@@ -135,7 +130,7 @@ async def live(
 
 
 async def _session(
-    trackers: TrackerGateway, model_uid: str, visible: Filter
+    trackers: TrackerGateway, model_uid: str, may_ask: MayAsk
 ) -> AsyncIterator[Message]:
     """Ends with an error when the tracker stops answering."""
     tracker = await trackers.find(model_uid)
@@ -154,7 +149,8 @@ async def _session(
             left = STATUS_INTERVAL
             # At most half an interval old, so that streams which share a report stay current.
             report = await trackers.shared_report(model_uid, STATUS_INTERVAL / 2)
-            yield await within(DEADLINE, asyncio.to_thread(message, "status", visible(report)))
+            seen = report.seen_by(may_ask)
+            yield await within(DEADLINE, asyncio.to_thread(message, "status", seen))
         recent = await within(left + DEADLINE, tracker.wait_events(last, left))
 
 
