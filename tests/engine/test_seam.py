@@ -58,6 +58,13 @@ class Changes:
         monkeypatch.setattr(base.OffloadingManager, "lookup", lookup)
         return "OffloadingManager.lookup takes self, key, req_context, tier"
 
+    def adds_an_argument_to_what_we_replace(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        def reset(self: object, hard: bool) -> bool: ...
+
+        reset.__qualname__ = "KVCacheManager.reset_prefix_cache"
+        monkeypatch.setattr(seam, "REPLACED", ((seam.REPLACED[0][0], reset),))
+        return "KVCacheManager.reset_prefix_cache takes self, hard"
+
     def adds_an_abstract_method(self, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(HostWorker, "__abstractmethods__", frozenset({"drain"}))
         return "OffloadingWorker.drain is new"
@@ -214,4 +221,3 @@ def test_what_the_engine_is_told_is_seen() -> None:
 def test_vllm_s_engine_has_what_is_looked_for() -> None:
     source = inspect.getsource(EngineCore.__init__)
     assert source.index("self.model_executor = ") < source.index("self.scheduler: ")
-    assert callable(EngineCore.add_lora)

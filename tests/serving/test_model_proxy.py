@@ -84,12 +84,12 @@ async def test_a_whole_prompt_is_kept() -> None:
 
 async def test_a_request_is_aborted_by_the_id_that_xinference_gave_it() -> None:
     class Aborted(Model):
-        async def abort_request(self, name: str) -> str:
+        async def abort_request(self, name: str, **_: Any) -> str:
             return name
 
     model = ModelProxy(Aborted(), prompt_s=600.0)
     *_, kwargs = await model.generate("text", {}, request_id="r")
-    assert await model.abort_request("r") == kwargs["request_id"]
+    assert await model.abort_request("r", block_duration=30) == kwargs["request_id"]
     assert await model.abort_request("another") == "another"
 
 

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -34,6 +35,8 @@ OVERRIDES = (
     (XavierConnector, OffloadingConnector),
 )
 """Our classes and those of vLLM that they extend."""
+REPLACED = ((XavierConnector._reset_both, KVCacheManager.reset_prefix_cache),)
+"""Our methods and those of vLLM that they stand in for."""
 NEWER_PARAMETERS = frozenset({"expedited"})
 """We take them although not every supported version passes them: `expedited` is 0.33's."""
 
@@ -53,6 +56,7 @@ FIELDS = {
         "kv_transfer_config",
     ),
     KVCacheConfig: ("kv_cache_groups", "num_blocks", "hisparse_host_num_blocks"),
+    EngineCore: ("add_lora", "remove_lora", "list_loras"),
     SchedulerOutput: (
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
         "finished_req_ids", "preempted_req_ids", "kv_cache_block_copies",
@@ -73,7 +77,7 @@ FIELDS = {
     offload_config.OffloadingCacheConfig: ("blocks_per_chunk", "tokens_per_hash"),
     offload_config.OffloadingParallelConfig: ("rank", "world_size", "pp_size"),
 }  # fmt: skip
-"""Attributes of vLLM's dataclasses that we read."""
+"""Attributes of vLLM's classes that we read."""
 
 TEXTS: dict[Callable[..., object], tuple[str, ...]] = {
     OffloadingConnector.__init__: ("self.connector_scheduler",),
@@ -109,6 +113,9 @@ def _overrides() -> Iterator[str]:
                 continue
             if parameters(method) != parameters(overridden):
                 yield f"{inherited.__name__}.{name} takes {', '.join(parameters(overridden))}"
+    for method, replaced in REPLACED:
+        if parameters(method) != parameters(replaced):
+            yield f"{replaced.__qualname__} takes {', '.join(parameters(replaced))}"
 
 
 def _calls() -> Iterator[str]:

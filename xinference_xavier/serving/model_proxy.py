@@ -109,10 +109,10 @@ class ModelProxy:
             self._keeping = Keeping(float(marked["ttl"]), share)
         return await self._model.prepare_anthropic_request(messages, config)
 
-    async def abort_request(self, name: str, *args: Any) -> Any:
+    async def abort_request(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name == self._name and self._keeping is not None:
             name = with_keeping(name, self._keeping)
-        return await self._model.abort_request(name, *args)
+        return await self._model.abort_request(name, *args, **kwargs)
 
     def _with_prefix(self, messages: list[Any], config: Any) -> list[Any]:
         if self._prefix is None or self._prepared:

@@ -141,8 +141,8 @@ class RoutedModel:
     async def chat(self, *args: Any, **kwargs: Any) -> Any:
         return await self._request("chat", args, kwargs)
 
-    async def abort_request(self, name: str, *args: Any) -> Any:
-        return await self._model.abort_request(self._names.get(name, name), *args)
+    async def abort_request(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return await self._model.abort_request(self._names.get(name, name), *args, **kwargs)
 
     async def _request(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # By this id the replica reports the request. The route of responses gives none.

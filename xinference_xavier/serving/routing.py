@@ -262,10 +262,12 @@ def _note_chat(chat: Mapping[str, Any]) -> None:
 
 def routing_require(original: Require, routers: Routers, content_of: ContentOf) -> Require:
     @functools.wraps(original)
-    async def require_model(get_supervisor_ref: Any, model_uid: str, *args: Any) -> Any:
+    async def require_model(
+        get_supervisor_ref: Any, model_uid: str, *args: Any, **kwargs: Any
+    ) -> Any:
         asked = current()
         if asked is None:
-            return await original(get_supervisor_ref, model_uid, *args)
+            return await original(get_supervisor_ref, model_uid, *args, **kwargs)
         keep, prefix = await asked.keep(), None
         if keep.name:
             content = await content_of(model_uid, keep.tenant, keep.name)
@@ -283,7 +285,7 @@ def routing_require(original: Require, routers: Routers, content_of: ContentOf) 
         if router is not None:
             before = None if prefix is None else prefix.content
             model = await _routed(asked, router, connect, before)
-        model = model or await original(get_supervisor_ref, model_uid, *args)
+        model = model or await original(get_supervisor_ref, model_uid, *args, **kwargs)
         keeps = router is not None and (keep.marks or keep.prompt_s)
         return ModelProxy(model, prefix, keep.prompt_s) if prefix or keeps else model
 

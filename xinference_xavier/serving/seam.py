@@ -481,8 +481,8 @@ def note_chats(note: Callable[[Mapping[str, Any]], None]) -> None:
 
     def noting(chat_of: Callable[[Any], Mapping[str, Any]], parse: Any) -> Any:
         @functools.wraps(parse)
-        def noting(body: Any) -> Any:
-            found = parse(body)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            found = parse(*args, **kwargs)
             note(chat_of(found))
             return found
 

@@ -3,12 +3,28 @@
 import inspect
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.serving.launch.launching import supervisor_class
 from xinference_xavier.serving import extension
+from xinference_xavier.serving.launch.drain import draining_removal
+from xinference_xavier.serving.launch.supervisor import (
+    finding_replicas,
+    notifying_terminate,
+    thorough_cancel,
+)
+from xinference_xavier.serving.launch.worker import (
+    explaining_load,
+    localizing_launch,
+    serving_when_ready,
+)
+from xinference_xavier.serving.routing import routing_require
+
+nothing: Any = None
 
 
 def test_wrapping_twice_changes_nothing_and_the_signature_stays() -> None:
@@ -36,6 +52,35 @@ def test_before_4_1_the_outer_method_is_wrapped() -> None:
     before = Supervisor.launch_builtin_model
     extension.wrap_supervisor(Supervisor)
     assert Supervisor.launch_builtin_model is not before
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        explaining_load,
+        serving_when_ready,
+        localizing_launch,
+        thorough_cancel,
+        notifying_terminate,
+        draining_removal,
+        finding_replicas,
+        partial(routing_require, routers=nothing, content_of=nothing),
+    ],
+)
+async def test_a_wrapper_passes_on_what_a_later_xinference_passes(wrap: Any) -> None:
+    """Models that share nothing notice none of it."""
+
+    async def original(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    owner = SimpleNamespace(
+        address="127.0.0.1:1",
+        _xavier_cache_mapping={},
+        _model_uid_to_replica_info={},
+        _model_uid_to_launch_args={},
+    )
+    passed = await wrap(original)(owner, "m", "ready", later=True)
+    assert passed == (("m", "ready"), {"later": True})
 
 
 @pytest.mark.process

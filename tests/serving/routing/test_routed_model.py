@@ -91,7 +91,7 @@ async def test_it_behaves_like_the_chosen_replica(serving: Serving) -> None:
     assert await serving.chat() == ["by", serving.first]
     assert await serving.generate() == f"by {serving.first}"
     assert await serving.model.is_vllm_backend()
-    assert await serving.model.abort_request("r") == "done"
+    assert await serving.model.abort_request("r", block_duration=30) == "done"
     assert serving.model.uid == serving.chosen.model.uid
 
 

@@ -114,10 +114,10 @@ def thorough_cancel(original: Method) -> Method:
     """Wraps SupervisorActor.cancel_launch_builtin_model, for models with our tracker only."""
 
     @functools.wraps(original)
-    async def cancel(supervisor: Any, model_uid: str) -> Any:
+    async def cancel(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
         tracker = own_trackers(supervisor).get(model_uid)
         info = seam.replica_infos(supervisor).get(model_uid)
-        result = await original(supervisor, model_uid)
+        result = await original(supervisor, model_uid, *args, **kwargs)
         if tracker is not None and info is not None:
             endings = [
                 worker.terminate_model(model_uid=replica)

@@ -198,10 +198,10 @@ def explaining_load(original: Method) -> Method:
     """Wraps WorkerActor.wait_for_load."""
 
     @functools.wraps(original)
-    async def wait_for_load(worker: Any, model_uid: str) -> Any:
+    async def wait_for_load(worker: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
         transfer = own_transfer_config(seam.launch_of(worker, model_uid).get("kv_transfer_config"))
         try:
-            return await original(worker, model_uid)
+            return await original(worker, model_uid, *args, **kwargs)
         except Exception as error:
             if transfer is None:
                 raise
@@ -221,7 +221,7 @@ def serving_when_ready(original: Method) -> Method:
     loaded and takes requests."""
 
     @functools.wraps(original)
-    async def update(worker: Any, model_uid: str, state: str) -> Any:
+    async def update(worker: Any, model_uid: str, state: str, *args: Any, **kwargs: Any) -> Any:
         launch = seam.launch_of(worker, model_uid)
         transfer = own_transfer_config(launch.get("kv_transfer_config"))
         if state == "ready" and transfer is not None:
@@ -229,6 +229,6 @@ def serving_when_ready(original: Method) -> Method:
             await wait_until_serving(worker, model_uid, config, _engines(launch))
             if seam.model_on(worker, model_uid) is not model:
                 return None  # it was terminated meanwhile
-        return await original(worker, model_uid, state)
+        return await original(worker, model_uid, state, *args, **kwargs)
 
     return update
