@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from tests.tracker_pools import MODEL, let_others_run
 from tests.tracker_pools import NAMESPACE as NS
-from tests.tracker_pools import let_others_run
 from xinference_xavier.protocol.load import Drain, Load, Serving
 from xinference_xavier.protocol.tracker import Member, Settings
 from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.tracker.actor import BlockTracker
 
 LOAD = Load(Serving(128, 1 << 20, drain=20.0), prefill_tokens=0, prefill_s=0.0, requests=1)
 
@@ -72,6 +73,34 @@ async def test_routers_learn_at_once_that_a_replica_drains(
     assert await draining(tracker) == {"m-0"}, "its reports change nothing"
     await tracker.undrain("m-0")
     assert await draining(tracker) == set()
+
+
+async def test_a_replica_that_nobody_drains_any_more_gets_requests_again() -> None:
+    """The removal may have failed, and its end did not get here. Time in which the tracker stood
+    still, and could hear nothing, does not count."""
+    now = 100.0
+    tracker = BlockTracker(MODEL, lease=10.0, tick=1.0, clock=lambda: now)
+
+    async def passes(seconds: int) -> set[str]:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            await tracker.heartbeat(NS, "a", {})
+            tracker._expire_leases(now)
+        return await draining(tracker)
+
+    await tracker.join(NS, Member("a", "127.0.0.1:1"), 4, Settings(), "m-0")
+    await tracker.report_load(NS, "a", LOAD)
+    for _ in range(2):
+        await tracker.drain("m-0")
+        assert await passes(8) == {"m-0"}
+    now += 60.0
+    tracker._expire_leases(now)
+    assert await draining(tracker) == {"m-0"}
+    seen = await tracker.observe("", 0, 0, 0.0)
+    assert await passes(2) == set()
+    (load,) = (await tracker.observe("", 0, seen.version, 0.0)).loads
+    assert (load.replica, load.draining) == ("m-0", False)
 
 
 async def test_peers_that_stay_get_what_only_it_holds(tracker: Any, replicas: list[Any]) -> None:

@@ -329,13 +329,15 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def drain(self, replica: str) -> Drain:
         """Keep routers from a replica that is about to be removed, and have its peers fetch what
-        only it holds. Returns how far that is: call it again and again."""
+        only it holds. Returns how far that is: call it again and again. As long after the last call
+        as a lease, it gets requests again."""
         members = await self.members_of(replica)
         loads = self._observers.loads
         seconds = max((loads.drain_s(each.incarnation) for each in members), default=0.0)
         if not seconds:
             return Drain()
-        begun = [each for each in members if self._observers.drain(each.incarnation, True)]
+        until = self._clock() + self._lease
+        begun = [each for each in members if self._observers.drain(each.incarnation, until)]
         if begun:
             event = ReplicaDraining(model_uid=self._model_uid, replica=replica, seconds=seconds)
             self._notify(event)
@@ -357,7 +359,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def undrain(self, replica: str) -> None:
         """The replica was not removed, and gets requests again."""
         for member in await self.members_of(replica):
-            self._observers.drain(member.incarnation, False)
+            self._observers.drain(member.incarnation, None)
 
     async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Locates a prompt's chunks, and what a request would reuse; see `fanout.explain`."""
@@ -437,12 +439,16 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._history.tick(now, time.time())
         if delay > self._tick:
             self._namespaces.extend_leases(delay)
+            self._observers.extend_drains(delay)
         for incarnation in self._namespaces.expire(now):
             self._observers.forget(incarnation)
             logger.warning(
                 "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
             )
             self._notify(self._membership.lost(incarnation))
+        for incarnation in self._observers.expire_drains(now):
+            text = "replica gets requests again, nobody drains it: model=%s incarnation=%s"
+            logger.warning(text, self._model_uid, incarnation)
 
     def _check_alive(self) -> None:
         if self._ended:

@@ -34,8 +34,8 @@ class Loads:
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
         self._prompts: deque[tuple[int, ScheduledPrompt]] = deque()
         self._prompt_bytes = 0
-        self.draining: set[str] = set()
-        """Incarnations."""
+        self.draining: dict[str, float] = {}
+        """Until when, by incarnation."""
 
     def report(
         self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt], now: float
@@ -50,11 +50,17 @@ class Loads:
             _, oldest = self._prompts.popleft()
             self._prompt_bytes -= len(oldest.keys)
 
-    def switch_draining(self, incarnation: str) -> None:
-        self.draining ^= {incarnation}
-        if (reported := self._latest.pop(incarnation, None)) is not None:
+    def drain(self, incarnation: str, until: float | None) -> bool:
+        """None ends it. False if only the time is new."""
+        changed = (incarnation in self.draining) is (until is None)
+        if until is None:
+            self.draining.pop(incarnation, None)
+        else:
+            self.draining[incarnation] = until
+        if changed and (reported := self._latest.pop(incarnation, None)) is not None:
             self.version += 1
             self._latest[incarnation] = reported._replace(version=self.version)
+        return changed
 
     def drain_s(self, incarnation: str) -> float:
         """How long it may drain; 0 before its first report."""
@@ -62,7 +68,7 @@ class Loads:
         return 0.0 if reported is None else reported.load.serving.drain
 
     def forget(self, incarnation: str) -> None:
-        self.draining.discard(incarnation)
+        self.draining.pop(incarnation, None)
         if self._latest.pop(incarnation, None) is not None:
             self.version += 1
             self._gone.append((self.version, incarnation))
@@ -133,14 +139,25 @@ class Observers:
         self.loads.report(incarnation, load, heard, self._clock())
         self._changed()
 
-    def drain(self, incarnation: str, draining: bool) -> bool:
-        """Tell routers that the replica gets no more requests, or gets them again. False if they
-        know."""
-        if draining is (incarnation in self.loads.draining):
-            return False
-        self.loads.switch_draining(incarnation)
-        self._changed()
-        return True
+    def drain(self, incarnation: str, until: float | None) -> bool:
+        """Tell routers that the replica gets no requests until then, or with None, that it gets
+        them again. False if they know."""
+        changed = self.loads.drain(incarnation, until)
+        if changed:
+            self._changed()
+        return changed
+
+    def extend_drains(self, seconds: float) -> None:
+        for incarnation, until in self.loads.draining.items():
+            self.loads.draining[incarnation] = until + seconds
+
+    def expire_drains(self, now: float) -> list[str]:
+        """Return the incarnations that get requests again, because nobody drains them any more."""
+        drains = self.loads.draining.items()
+        expired = [incarnation for incarnation, until in drains if until <= now]
+        for incarnation in expired:
+            self.drain(incarnation, None)
+        return expired
 
     def forget(self, incarnation: str) -> None:
         self.loads.forget(incarnation)

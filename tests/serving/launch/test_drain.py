@@ -234,6 +234,18 @@ async def test_a_replica_that_is_not_removed_gets_requests_again(cluster: Cluste
     assert await cluster.draining() == set()
 
 
+async def test_a_replica_drains_until_it_is_removed(cluster: Cluster) -> None:
+    """The tracker forgets it otherwise, and ending an engine may take longer."""
+
+    async def remove(replica: str) -> None:
+        await cluster.tracker.undrain(replica)
+        await cluster.answers[0].was_asked(3)
+        assert await cluster.draining() == {replica}
+
+    cluster.supervisor.remove = remove
+    await cluster.begin()
+
+
 async def test_draining_can_be_switched_off(supervisor: Any, address: str, tracker: Any) -> None:
     cluster = Cluster(supervisor, address)
     await cluster.start(tracker, drain=0.0)

@@ -10,7 +10,8 @@ it for a single replica only, and lets its answers end by itself.
 import asyncio
 import functools
 import logging
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from xinference_xavier.protocol.load import Drain
@@ -21,7 +22,7 @@ from xinference_xavier.serving.launch import Method, own_trackers
 
 logger = logging.getLogger(__name__)
 
-_CALL_TIMEOUT = 5.0  # seconds
+_CALL_TIMEOUT = 5.0  # seconds; after twice as long without a call, the tracker ends the drain
 _LOOK = 0.25
 _LOOKS = 3
 """So many looks in a row find it at rest: a request may have been on its way to it."""
@@ -48,49 +49,65 @@ class Removal:
         self._tracker = seam.control_address(supervisor), tracker_uid(model_uid)
         self._replica = replica
         self._drain = Drain()
+        self._at_rest = asyncio.Event()
 
-    async def drain(self) -> None:
-        """Return when the replica is at rest or has had its time; at once without a tracker."""
-        try:
-            self._drain = await self._ask("drain")
-            if self._drain.seconds:
-                with suppress(TimeoutError):
-                    await within(self._drain.seconds, self._until_at_rest())
-                await self._ask("drained", self._drain.requests, self._drain.chunks)
-        except Exception as error:
-            text = "tracker does not answer while a replica is removed: replica=%s error=%r"
-            logger.warning(text, self._replica, error)
-        if self._drain.requests:
-            text = "replica is removed before its requests end: replica=%s requests=%d"
-            logger.warning(text, self._replica, self._drain.requests)
+    @asynccontextmanager
+    async def draining(self) -> AsyncIterator[None]:
+        """Begins when the replica is at rest or has had its time; at once without a tracker. To the
+        end, the tracker is told again and again that it drains."""
+        async with Rollback() as scope:  # never committed
+            try:
+                self._drain = await self._ask("drain")
+                if self._drain.seconds:
+                    scope.undo(asyncio.ensure_future(self._look()).cancel)
+                    with suppress(TimeoutError):
+                        await within(self._drain.seconds, self._at_rest.wait())
+                    await self._ask("drained", self._drain.requests, self._drain.chunks)
+            except Exception as error:
+                text = "tracker does not answer while a replica is removed: replica=%s error=%r"
+                logger.warning(text, self._replica, error)
+            if self._drain.requests:
+                text = "replica is removed before its requests end: replica=%s requests=%d"
+                logger.warning(text, self._replica, self._drain.requests)
+            yield
 
     async def undo(self) -> None:
         await self._ask("undrain")
 
-    async def _until_at_rest(self) -> None:
+    async def _look(self) -> None:
         looks = 0
-        while looks < _LOOKS:
+        while True:
             await asyncio.sleep(_LOOK)
             looks = looks + 1 if await self._rests() else 0
+            if looks == _LOOKS:
+                self._at_rest.set()
 
     async def _rests(self) -> bool:
+        drain, answering = await asyncio.gather(self._drained(), self._answering())
+        requests = max(drain.requests, answering)
+        self._drain = drain._replace(requests=requests)
+        return not (requests or drain.handing_over)
+
+    async def _drained(self) -> Drain:
+        """How far the tracker says that it is."""
         try:
             drain: Drain = await self._ask("drain")
         except Exception as error:  # replicas fill a new tracker, but what runs is known without it
             logger.debug("tracker does not answer: replica=%s error=%r", self._replica, error)
-            drain = Drain()
-        requests = max(drain.requests, await self._answering())
-        self._drain = drain._replace(requests=requests)
-        return not (requests or drain.handing_over)
+            return Drain()
+        return drain
 
     async def _answering(self) -> int:
         """The answers that xinference has not handed out completely; 0 if it does not say."""
         if not seam.works(seam.Feature.ANSWERS):
             return 0
-        try:
+
+        async def ask_worker() -> int:
             worker = seam.worker_of(self._supervisor, self._replica)
-            model = await within(_CALL_TIMEOUT, worker.get_model(model_uid=self._replica))
-            return await within(_CALL_TIMEOUT, seam.answering(model))
+            return await seam.answering(await worker.get_model(model_uid=self._replica))
+
+        try:
+            return await within(_CALL_TIMEOUT, ask_worker())
         except Exception as error:
             logger.debug("replica does not answer: replica=%s error=%r", self._replica, error)
             return 0
@@ -117,8 +134,8 @@ def draining_removal(original: Method) -> Method:
         try:
             async with Rollback() as scope:
                 scope.undo(removal.undo)
-                await removal.drain()
-                result = await original(supervisor, model_uid, replica_id, *args, **kwargs)
+                async with removal.draining():
+                    result = await original(supervisor, model_uid, replica_id, *args, **kwargs)
                 scope.commit()
             return result
         finally:
