@@ -246,6 +246,7 @@ CALLS = st.one_of(
             ("pop_startup_error", anything),
             ("set_enabled", anything),
             ("set_routing", st.just("off") | anything),
+            ("set_routing", st.just("off"), anything),
             ("report_load", NAMES, INCARNATIONS, altered(LOAD), anything),
             # A member's messages, each with one fault:
             ("report_load", st.just("ns"), st.just("a"), altered(LOAD)),

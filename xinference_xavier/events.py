@@ -130,14 +130,14 @@ class TrackerRegained(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SharingSwitched(Event):
-    """An operator switched sharing of all replicas on or off."""
+    """Sharing of all replicas was switched on or off."""
 
     enabled: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingChanged(Event):
-    """An operator changed how requests are routed."""
+    """How requests find a replica was changed; with an empty `routing`, to that of the launch."""
 
     routing: str
 

@@ -1,40 +1,47 @@
 """What `try` concludes. `e2e/one_launch/test_sharing.py` tries a real model."""
 
 import signal
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from xinference_xavier.cli import trial
 from xinference_xavier.cli.commands import main
-from xinference_xavier.cli.trial import Answer, CannotTryError, Trial, conclude
+from xinference_xavier.cli.trial import Answer, Trial, conclude
 from xinference_xavier.errors import ApiError
+from xinference_xavier.stats.schema import Hits
 
 
 class Client:
-    """Knows two replicas, and their routing from the third question on, or never. What is in
-    `fails` cannot be switched to."""
+    """Knows two replicas. It gets no answer to the changes in `fails`, each a value and for how
+    long."""
 
-    def __init__(self, *fails: object, knows_routing: bool = True) -> None:
+    def __init__(self, *fails: tuple[object, float]) -> None:
         self._fails = fails
-        self._knows_routing = knows_routing
-        self._asked = 0
-        self.done: list[object] = []
+        self._computed = 0
+        self.done: list[tuple[object, float]] = []
 
     def status(self, model: str) -> Any:
-        self._asked += 1
-        mode = "auto" if self._knows_routing and self._asked > 2 else ""
         able = [SimpleNamespace(replica=name, not_sharing=None) for name in ("m-0", "m-1")]
-        return SimpleNamespace(replicas=able, routing=SimpleNamespace(mode=mode), enabled=True)
+        totals = SimpleNamespace(hits=Hits(computed=self._computed))
+        return SimpleNamespace(replicas=able, totals=totals)
 
-    def set_routing(self, model: str, mode: object) -> None:
-        self.done.append(mode)
-        if mode in self._fails:
+    def complete(self, model: str, prompt: str, *, max_tokens: int) -> Any:
+        self._computed += 3
+        return {"usage": {"prompt_tokens": 3}, "choices": [{"text": "text"}]}
+
+    def set_routing(self, model: str, mode: object, *, for_s: float) -> None:
+        self.done.append((mode, for_s))
+        if (mode, for_s) in self._fails:
             raise ApiError("no answer", 503)
 
     switch = set_routing
+
+
+BEGIN, END = ("off", 320.0), ("off", 0)
 
 
 class StandIn:
@@ -117,44 +124,50 @@ def test_reusing_may_round_otherwise_than_computing() -> None:
     assert conclude(tested, 3)[0] == 0
 
 
-def test_replicas_that_were_just_launched_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_POLL", 0)
-    client: Any = Client()
-    assert Trial(client, "m").before.routing.mode == "auto"
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+    """Runs the command with this client, and with this conclusion of a trial."""
+    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    handlers = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
+
+    def run(client: Any, concludes: Callable[[], object]) -> Result:
+        monkeypatch.setattr(trial, "Trial", lambda _, model: Trial(client, model))
+        monkeypatch.setattr(trial, "conclude", lambda *_: concludes())
+        return CliRunner().invoke(main, ["try", "m"])
+
+    yield run
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
 
 
-def test_replicas_that_never_report_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_PATIENCE", 0)
-    client: Any = Client(knows_routing=False)
-    with pytest.raises(CannotTryError, match="no replica has reported its load"):
-        Trial(client, "m")
-
-
-@pytest.mark.parametrize("fails", ["off", True])
-def test_routing_is_put_back_whatever_fails(monkeypatch: pytest.MonkeyPatch, fails: object) -> None:
-    monkeypatch.setattr(trial, "_POLL", 0)
-    client: Any = Client(fails)
-    tested = Trial(client, "m")
-    with pytest.raises(ApiError), tested.in_turn():
-        pass
-    assert client.done == ["off", True, "auto"]
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_trial_that_is_ended_puts_routing_and_sharing_back(
-    monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+    tries: Callable[..., Result], how: signal.Signals
 ) -> None:
     """Also if its terminal is closed."""
-    signals = signal.SIGTERM, signal.SIGHUP
+    client = Client()
+    assert tries(client, lambda: signal.raise_signal(how)).exit_code == 128 + how
+    assert client.done == [BEGIN, END]
+
+
+@pytest.mark.parametrize("fails", [BEGIN, END])
+def test_what_a_trial_cannot_put_back_the_server_does(
+    tries: Callable[..., Result], fails: tuple[str, float]
+) -> None:
+    client = Client(fails)
+    tried = tries(client, lambda: (0, "fast"))
+    assert (tried.exit_code, client.done) == (3, [BEGIN, END])
+    assert ("put back within 320 s" in tried.output) == (fails == END)
+
+
+def test_each_question_keeps_routing_off_for_longer() -> None:
     client: Any = Client()
-    handlers = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
-    monkeypatch.setattr(trial, "_POLL", 0)
-    monkeypatch.setattr(trial, "Trial", lambda _, model: Trial(client, model))
-    monkeypatch.setattr(trial, "conclude", lambda *_: signal.raise_signal(how))
-    try:
-        ended = CliRunner().invoke(main, ["try", "m"])
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-    assert ended.exit_code == 128 + how
-    assert client.done == ["off", True, "auto"]
+    tested = Trial(client, "m")
+    tested.share(False)
+    assert tested.ask("a b c").source == "computed"
+    assert client.done == [(False, 320.0), BEGIN]
+
+
+@pytest.mark.parametrize("tokens", ["0", "-5"])
+def test_a_prompt_has_tokens(tokens: str) -> None:
+    assert CliRunner().invoke(main, ["try", "m", "--tokens", tokens]).exit_code == 2

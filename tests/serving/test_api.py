@@ -229,6 +229,9 @@ async def test_setting_the_weights_version(model: Model) -> None:
         b'{"enabled": "false"}',
         b'{"enabled": null}',
         b'{"enabled": true, "more": 1}',
+        b'{"for_s": 1}',
+        b'{"enabled": true, "for_s": -1}',
+        b'{"enabled": true, "for_s": "1"}',
         b'{"routing": "fast"}',
         b'{"routing": null}',
         b'{"routing": "auto", "weights": "2"}',
@@ -237,7 +240,9 @@ async def test_setting_the_weights_version(model: Model) -> None:
 async def test_any_other_change_is_refused(model: Model, body: bytes) -> None:
     answer = await model.client.patch(URL, content=body)
     assert answer.status_code == 400
-    assert answer.json()["detail"].startswith("the body must be an object with enabled, routing: ")
+    assert answer.json()["detail"].startswith(
+        "the body must be an object with enabled, routing, for_s: "
+    )
     assert (await model.tracker.status())["enabled"] is True
 
 
@@ -254,6 +259,10 @@ async def test_any_other_name_of_weights_is_refused(model: Model, body: bytes) -
 async def test_several_settings_change_at_once(model: Model) -> None:
     answer = await model.change(enabled=False, routing="backlog")
     assert (answer["enabled"], answer["routing"]["mode"]) == (False, "backlog")
+    answer = await model.change(enabled=True, routing="off", for_s=60)
+    assert (answer["enabled"], answer["routing"]["mode"]) == (True, "off")
+    answer = await model.change(routing="off", for_s=0)
+    assert (answer["enabled"], answer["routing"]["mode"]) == (False, "backlog")
 
 
 async def test_the_api_describes_every_field(client: httpx.AsyncClient) -> None:
@@ -265,7 +274,7 @@ async def test_the_api_describes_every_field(client: httpx.AsyncClient) -> None:
         for each in operations
         if "requestBody" in each
     ]
-    assert bodies[0]["properties"].keys() == {"enabled", "routing"}
+    assert bodies[0]["properties"].keys() == {"enabled", "routing", "for_s"}
     answers = described["components"]["schemas"]
     ours = [schema for name, schema in answers.items() if "ValidationError" not in name]
     unexplained = [

@@ -15,9 +15,11 @@ from tests.tracker_pools import (
     look,
     wait_for_update,
 )
+from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix
-from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
+from xinference_xavier.protocol.tracker import Member, Settings, Switches, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.tracker.actor import BlockTracker
 
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 K1, K2 = b"key1", b"key2"
@@ -90,6 +92,68 @@ async def test_a_change_of_a_new_tracker_beats_what_replicas_learned_from_the_ol
     new = await getattr(tracker, method)(after)
     await tracker.join(NAMESPACE, A, 4, old)
     assert (await look(tracker, "a")).settings == new
+
+
+class TestAChangeForSomeTime:
+    """Whoever made it may be gone before it is over."""
+
+    @pytest.fixture
+    def now(self) -> list[float]:
+        return [100.0]
+
+    @pytest.fixture
+    async def tracker(self, now: list[float]) -> BlockTracker:
+        """Its replica was launched with routing by backlog."""
+        tracker = BlockTracker(MODEL, clock=lambda: now[0])
+        await join(tracker, A)
+        serving = Serving(128, 1 << 20, routing="backlog")
+        await tracker.report_load(NAMESPACE, "a", Load(serving, 0, 0.0, 0))
+        return tracker
+
+    def switches(self, tracker: BlockTracker) -> tuple[Any, ...]:
+        tracker._expire_leases(tracker._clock())
+        settings = tracker._namespaces.settings
+        return settings.enabled, settings.routing, settings.then
+
+    async def test_is_put_back_when_nobody_renews_it(
+        self, tracker: BlockTracker, now: list[float]
+    ) -> None:
+        for _ in range(2):
+            await tracker.set_enabled(False, 10.0)
+            await tracker.set_routing("off", 10.0)
+            now[0] += 9.0
+            await tracker.heartbeat(NAMESPACE, "a", {})
+            assert self.switches(tracker) == (False, "off", Switches())
+        now[0] += 1.0
+        assert self.switches(tracker) == (True, None, None)
+        _, *told = (record.event for record in await tracker.wait_events(0, 0.0))
+        assert [(each.get("enabled"), each.get("routing")) for each in told] == [
+            (False, None),
+            (None, "off"),
+            (True, None),
+            (None, "backlog"),
+        ]
+
+    async def test_can_be_ended(self, tracker: BlockTracker) -> None:
+        await tracker.set_enabled(False, 60.0)
+        settings = await tracker.set_routing("off", 0)
+        assert settings == Settings(settings.version)
+
+    async def test_leaves_a_lasting_one_that_is_made_meanwhile(self, tracker: BlockTracker) -> None:
+        await tracker.set_routing("off", 60.0)
+        await tracker.set_enabled(False, 60.0)
+        await tracker.set_routing("auto")
+        assert self.switches(tracker) == (False, "auto", Switches(True, "auto"))
+        await tracker.set_enabled(True, 0)
+        assert self.switches(tracker) == (True, "auto", None)
+
+    async def test_ends_with_its_tracker(self, tracker: BlockTracker) -> None:
+        """The next one would not know until when."""
+        settings = await tracker.set_enabled(False, 60.0)
+        successor = BlockTracker(MODEL)
+        await successor.join(NAMESPACE, A, 4, settings)
+        assert self.switches(successor) == (True, None, None)
+        assert successor._namespaces.settings.version == settings.version
 
 
 async def test_a_change_of_a_setting_is_an_event(tracker: Any) -> None:

@@ -156,6 +156,10 @@ async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
         ("heartbeat", (NS, "b", {"x": b""}), "cannot be written as JSON"),
         ("heartbeat", (NS, "b", {"x": "x" * 70_000}), "more than 65536"),
         ("set_enabled", ("false",), "enabled='false'"),
+        *(
+            ("set_enabled", (False, wrong), "is not a time from 0 to 3600 s")
+            for wrong in (-1.0, 3601, float("nan"), "60")
+        ),
         ("report_startup_error", ("r", None), "cause=None is not text"),
         *(
             ("set_routing", (wrong,), "is not one of auto, backlog, off")

@@ -2,8 +2,8 @@
 
 One prompt is computed while sharing is off. Another one is computed by the replica whose turn it
 is, then asked for until it has come from another replica and from the one that answers. Meanwhile
-requests go to the replicas in turn; then sharing and routing are as before. The replicas' counters
-show where the tokens came from.
+requests go to the replicas in turn; then sharing and routing are as before. The server puts them
+back, even if this program is killed. The replicas' counters show where the tokens came from.
 """
 
 import random
@@ -18,6 +18,8 @@ import click
 
 from xinference_xavier.cli.endpoint import with_client
 from xinference_xavier.client import XavierClient
+from xinference_xavier.client.client import ANSWER_TIMEOUT
+from xinference_xavier.errors import ApiError
 from xinference_xavier.stats.schema import Hits, ModelStatus
 
 DOES_NOT_HELP, NOT_TRIED = 1, 2
@@ -25,6 +27,9 @@ DOES_NOT_HELP, NOT_TRIED = 1, 2
 _ANSWER_TOKENS = 8
 _PATIENCE = 10.0
 """Seconds for replicas to count a request, or to offer what they have computed."""
+_FOR_S = ANSWER_TIMEOUT + 2 * _PATIENCE
+"""Seconds after which the server puts sharing and routing back: longer than from one question to
+the next."""
 _POLL = 0.1
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "life", "world", "hand", "part")
 
@@ -49,13 +54,13 @@ def words(count: int) -> str:
 
 
 class Trial:
-    """Raises CannotTryError if fewer than two replicas of the model can share, or if its routing,
-    which is put back at the end, does not become known."""
+    """Raises CannotTryError if fewer than two replicas of the model can share."""
 
     def __init__(self, client: XavierClient, model: str) -> None:
         self._client = client
         self._model = model
-        cannot = {each.replica: each.not_sharing for each in self._status().replicas}
+        self.before = self._status()
+        cannot = {each.replica: each.not_sharing for each in self.before.replicas}
         able = [replica for replica, reason in cannot.items() if reason is None]
         if len(able) < 2:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in cannot.items() if reason)
@@ -63,26 +68,28 @@ class Trial:
                 f"a trial needs two replicas that can share, and {model} has {len(able)}"
                 f"{reasons and f' ({reasons})'}; launch more, or see `xinference-xavier doctor`"
             )
-        # Just launched, they have not reported their load yet.
-        self._await(lambda: self._status().routing.mode, "no replica has reported its load")
-        self.before = self._status()
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Send requests to the replicas in turn, and leave routing and sharing as they were."""
         try:
-            self._client.set_routing(self._model, "off")
+            self._route_in_turn()
             yield
         finally:
             try:
-                self.share(self.before.enabled)
-            finally:
-                self._client.set_routing(self._model, self.before.routing.mode)
+                self._route_in_turn(for_s=0)
+            except ApiError:
+                click.echo(f"sharing and routing are put back within {_FOR_S:.0f} s", err=True)
+                raise
+
+    def _route_in_turn(self, for_s: float = _FOR_S) -> None:
+        self._client.set_routing(self._model, "off", for_s=for_s)
 
     def share(self, enabled: bool) -> None:
-        self._client.switch(self._model, enabled)
+        self._client.switch(self._model, enabled, for_s=_FOR_S)
 
     def ask(self, prompt: str) -> Answer:
+        self._route_in_turn()
         before = self._status().totals.hits
         began = time.monotonic()
         answer = self._client.complete(self._model, prompt, max_tokens=_ANSWER_TOKENS)
@@ -138,7 +145,11 @@ def _chosen_to_compute(status: ModelStatus) -> int:
 @click.command(name="try")
 @click.argument("model")
 @click.option(
-    "--tokens", default=4000, show_default=True, help="Length of the two prompts, about as long."
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=4000,
+    show_default=True,
+    help="Length of the two prompts, about as long.",
 )
 @with_client
 def trial(client: XavierClient, model: str, tokens: int) -> None:
@@ -148,7 +159,7 @@ def trial(client: XavierClient, model: str, tokens: int) -> None:
     with 0 if the replicas shared, however fast, 1 if nothing was shared or an answer is wrong, 2
     if that could not be tried.
     """
-    for each in (signal.SIGTERM, signal.SIGHUP):  # put all back first
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # put all back first
         signal.signal(each, lambda number, _: sys.exit(128 + number))
     try:
         tested = Trial(client, model)

@@ -40,7 +40,7 @@ from xinference_xavier.stats.schema import ModelStatus
 
 _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
-_ANSWER_TIMEOUT = 300.0
+ANSWER_TIMEOUT = 300.0
 _MAX_PORT = 65535
 _SILENCE = 60.0
 """Seconds without a message after which a stream is abandoned; it sends one every second."""
@@ -81,13 +81,19 @@ class XavierClient:
         """How one model shares now."""
         return self._send("GET", _path(model_uid), _model)
 
-    def switch(self, model_uid: str, enabled: bool) -> ModelStatus:
-        """Switch sharing on or off while the model runs."""
-        return self._send("PATCH", _path(model_uid), _model, {"enabled": enabled})
+    def switch(self, model_uid: str, enabled: bool, *, for_s: float | None = None) -> ModelStatus:
+        """Switch sharing on or off while the model runs. With `for_s`, the server puts back all
+        that was changed for some time, after so many seconds from the last such change."""
+        change = {"enabled": enabled, "for_s": for_s}
+        return self._send("PATCH", _path(model_uid), _model, change)
 
-    def set_routing(self, model_uid: str, routing: str) -> ModelStatus:
-        """Change how requests find a replica while the model runs: "auto", "backlog" or "off"."""
-        return self._send("PATCH", _path(model_uid), _model, {"routing": routing})
+    def set_routing(
+        self, model_uid: str, routing: str, *, for_s: float | None = None
+    ) -> ModelStatus:
+        """Change how requests find a replica while the model runs: "auto", "backlog" or "off".
+        `for_s` is as in `switch`."""
+        change = {"routing": routing, "for_s": for_s}
+        return self._send("PATCH", _path(model_uid), _model, change)
 
     def set_weights_version(self, model_uid: str, version: str) -> ModelStatus:
         """Let the replicas that were reset share again with those whose weights have the same
@@ -192,7 +198,7 @@ class XavierClient:
             **{"model": model_uid, "prompt": prompt, "max_tokens": max_tokens},
             **{"temperature": 0, "ignore_eos": True},
         }
-        return self._send("POST", "/v1/completions", dict[str, Any], body, _ANSWER_TIMEOUT)
+        return self._send("POST", "/v1/completions", dict[str, Any], body, ANSWER_TIMEOUT)
 
     def cluster(self) -> dict[str, Any]:
         """What `doctor` examines."""

@@ -24,13 +24,14 @@ from xinference_xavier.runtime.validate import (
     first_reason,
 )
 
-PROTOCOL_VERSION = 5  # raised with every change of the messages
+PROTOCOL_VERSION = 6  # raised with every change of the messages
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
 MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
 MAX_PACKED_BYTES = 64 << 20  # keys of one publication: 1.8 million keys of 36 bytes
 MAX_REPORTED = 100  # events in one heartbeat
 MAX_CLAIM_SECONDS = 600.0
+MAX_CHANGE_SECONDS = 3600.0  # of a change that is put back
 GROUP = slice(-4, None)
 """The part of a key that is the number of its KV-cache group."""
 SHORT_KEY = 12
@@ -72,13 +73,28 @@ class Member(NamedTuple):
     serves: bool = True
 
 
+class Switches(NamedTuple):
+    """The operator's. With `routing` None, it is as the replicas were launched."""
+
+    enabled: bool = True
+    routing: Routing | None = None
+
+
 class Settings(NamedTuple):
-    """The operator's switches. The settings with the higher version are newer."""
+    """The switches as they are now. The settings with the higher version are newer."""
 
     version: Count = 0
     enabled: bool = True
     routing: Routing | None = None
-    """None: as the replicas were launched."""
+    then: Switches | None = None
+    """What they are again when a change for some time is over."""
+
+    @property
+    def lasting(self) -> Switches:
+        return self.then or Switches(self.enabled, self.routing)
+
+    def put_back(self) -> "Settings":
+        return self._replace(**self.lasting._asdict(), then=None)
 
 
 INITIAL_SETTINGS = Settings()
@@ -229,6 +245,11 @@ def check_packed(name: str, value: object, key_bytes: int = 1) -> None:
 def check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shown(value)} is neither True nor False")
+
+
+def check_for_s(for_s: object) -> None:
+    if not isinstance(for_s, (int, float)) or not 0 <= for_s <= MAX_CHANGE_SECONDS:
+        raise ValueError(f"for_s={shown(for_s)} is not a time from 0 to {MAX_CHANGE_SECONDS:g} s")
 
 
 def check_routing(routing: object) -> None:

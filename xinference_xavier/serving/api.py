@@ -9,7 +9,7 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from xinference_xavier.frontend.question import prompt_text
-from xinference_xavier.protocol.tracker import MAX_QUESTION_BYTES, check_question
+from xinference_xavier.protocol.tracker import MAX_QUESTION_BYTES, Settings, check_question
 from xinference_xavier.runtime.validate import first_reason
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
@@ -117,12 +117,13 @@ class _Routes:
         return JSONResponse(self._seen(request, report))
 
     async def _change(self, model_uid: str, change: Change) -> ModelReport:
-        for name, value in change.model_dump(exclude_none=True).items():
-            await self._trackers.call(model_uid, f"set_{name}", value)
+        for name, value in change.model_dump(exclude_none=True, exclude={"for_s"}).items():
+            call = self._trackers.call(model_uid, f"set_{name}", value, change.for_s)
+            settings: Settings = await call
         report = await self._trackers.report(model_uid)
-        if change.routing is not None:
+        if settings.routing is not None:
             # This process learns of it from the tracker, perhaps a moment later.
-            report.public["routing"]["mode"] = change.routing
+            report.public["routing"]["mode"] = settings.routing
         return report
 
     async def set_weights(self, model_uid: str, request: Request) -> JSONResponse:
@@ -164,7 +165,7 @@ def _read(kind: type[_BodyT], body: bytes) -> _BodyT:
     try:
         _check_size(body, _MAX_CHANGE)
         found = kind.model_validate_json(body)
-        if not found.model_dump(exclude_none=True):
+        if not found.model_dump(exclude_none=True, exclude={"for_s"}):
             raise ValueError("nothing is given")
         return found
     except ValueError as error:

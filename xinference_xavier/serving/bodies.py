@@ -7,11 +7,11 @@ Endpoints read bodies themselves, because a refusal names the remedy.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, StrictStr
 
 from xinference_xavier.frontend.prefix import DEFAULT_TTL, MAX_NAME, MAX_SALT, Copies, Retention
 from xinference_xavier.options import Routing
-from xinference_xavier.protocol.tracker import MAX_WEIGHTS_VERSION
+from xinference_xavier.protocol.tracker import MAX_CHANGE_SECONDS, MAX_WEIGHTS_VERSION
 from xinference_xavier.stats.answers import NamedPrefix, Reuse
 from xinference_xavier.stats.schema import ModelStatus, described
 
@@ -28,6 +28,9 @@ class Change(Body):
     """Sharing between its replicas."""
     routing: Routing | None = None
     """The way in which requests find a replica."""
+    for_s: Annotated[float, Strict(), Field(ge=0, le=MAX_CHANGE_SECONDS)] | None = None
+    """Seconds after which all that was changed for some time is as before; 0 puts it back at once.
+    Without it, the change lasts."""
 
 
 class Weights(Body):

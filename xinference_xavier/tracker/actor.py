@@ -45,6 +45,7 @@ from xinference_xavier.protocol.tracker import (
     Outcome,
     Settings,
     Update,
+    check_for_s,
     check_member,
     check_packed,
     check_question,
@@ -108,6 +109,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._events = EventLog()
         self._hooks = hooks_of(hooks)
         self._ended = False
+        self._put_back_at = clock()
         self._last_tick = clock()
         self._expiry: asyncio.Task[None] | None = None
 
@@ -153,7 +155,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         settings = check_settings(settings)
         index = self._namespaces.join(namespace, member, key_bytes, self._clock())
         if settings.version > self._namespaces.settings.version:
-            self._namespaces.configure(settings)
+            # What an earlier tracker would have put back has ended with it.
+            self._namespaces.configure(settings.put_back())
         self._startup_errors.pop(replica)
         event = self._membership.joined(replica, member)
         if event is not None:
@@ -382,26 +385,45 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """What the process that runs this tracker knows about itself; JSON-able."""
         return {**process_info(), "address": self.address}
 
-    async def set_enabled(self, enabled: bool) -> Settings:
-        """Switch sharing on or off for all replicas of the model."""
+    async def set_enabled(self, enabled: bool, for_s: float | None = None) -> Settings:
+        """Switch sharing on or off for all replicas of the model. With `for_s`, all that was
+        changed for some time is put back after so many seconds."""
         check_switch("enabled", enabled)
-        settings = self._configure(enabled=enabled)
-        self._notify(SharingSwitched(model_uid=self._model_uid, enabled=enabled))
-        return settings
+        return self._change(for_s, enabled=enabled)
 
-    async def set_routing(self, routing: str) -> Settings:
-        """Change how requests of the model are routed."""
+    async def set_routing(self, routing: str, for_s: float | None = None) -> Settings:
+        """Change how requests of the model are routed, perhaps `for_s` seconds only."""
         check_routing(routing)
-        settings = self._configure(routing=routing)
-        self._notify(RoutingChanged(model_uid=self._model_uid, routing=routing))
-        return settings
+        return self._change(for_s, routing=routing)
 
-    def _configure(self, **changes: Any) -> Settings:
+    def _change(self, for_s: float | None, **changes: Any) -> Settings:
+        settings = self._namespaces.settings
+        then = settings.then
+        if for_s is not None:
+            check_for_s(for_s)
+            then = settings.lasting
+            self._put_back_at = self._clock() + for_s
+        elif then is not None:
+            then = then._replace(**changes)
+        self._configure(settings._replace(**changes, then=then))
+        self._put_back(self._clock())
+        return self._namespaces.settings
+
+    def _put_back(self, now: float) -> None:
+        settings = self._namespaces.settings
+        if settings.then is not None and now >= self._put_back_at:
+            self._configure(settings.put_back())
+
+    def _configure(self, settings: Settings) -> None:
+        before = self._namespaces.settings
         # Wall time beats the versions of earlier trackers, whose replicas may join later.
-        version = max(self._namespaces.settings.version + 1, time.time_ns())
-        settings = self._namespaces.settings._replace(version=version, **changes)
-        self._namespaces.configure(settings)
-        return settings
+        version = max(before.version + 1, time.time_ns())
+        self._namespaces.configure(settings._replace(version=version))
+        if settings.enabled != before.enabled:
+            self._notify(SharingSwitched(model_uid=self._model_uid, enabled=settings.enabled))
+        if settings.routing != before.routing:
+            routing = settings.routing or self._observers.loads.routing
+            self._notify(RoutingChanged(model_uid=self._model_uid, routing=routing))
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
         """Tell every replica which version its weights are; see `fanout.set_weights_version`."""
@@ -446,6 +468,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                 "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
             )
             self._notify(self._membership.lost(incarnation))
+        self._put_back(now)
         for incarnation in self._observers.expire_drains(now):
             text = "replica gets requests again, nobody drains it: model=%s incarnation=%s"
             logger.warning(text, self._model_uid, incarnation)

@@ -62,6 +62,11 @@ class Loads:
             self._latest[incarnation] = reported._replace(version=self.version)
         return changed
 
+    @property
+    def routing(self) -> str:
+        """As the replicas were launched; empty before their first report."""
+        return next((each.load.serving.routing for each in self._latest.values()), "")
+
     def drain_s(self, incarnation: str) -> float:
         """How long it may drain; 0 before its first report."""
         reported = self._latest.get(incarnation)
