@@ -77,17 +77,22 @@ def test_a_refusal_names_value_reason_and_remedy_in_one_sentence() -> None:
 
 
 class TestWhoseLaunchItIs:
-    """Ours, or that of the Xavier built into xinference, which gets its arguments untouched."""
+    """Ours, or that of the Xavier built into xinference, which gets its arguments as xinference
+    spells them."""
 
     @pytest.fixture(autouse=True)
     def _no_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("XINFERENCE_XAVIER_BACKEND", raising=False)
 
     def is_ours(self, foreign: bool = False, **options: Any) -> bool:
-        kwargs = {ENABLE: "true", "dtype": "float32", **options}
-        before = {name: value for name, value in kwargs.items() if name != "xavier_backend"}
+        kwargs = {"enable-xavier": "yes", "dtype": "float32", "xavier-host": None, **options}
         ours = take_launch_options(kwargs, foreign) is not None
-        assert kwargs == ({"dtype": "float32"} if ours else before)
+        theirs = {
+            plain: value
+            for name, value in options.items()
+            if (plain := name.replace("-", "_")) in UPSTREAM_OPTIONS
+        }
+        assert kwargs == {"dtype": "float32", **({} if ours else {ENABLE: True, **theirs})}
         return ours
 
     def test_it_is_ours_unless_something_speaks_for_theirs(self) -> None:
@@ -112,9 +117,7 @@ class TestWhoseLaunchItIs:
 
     @pytest.mark.parametrize("name", ["xavier_backend", "xavier-backend"])
     def test_a_word_decides(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        kwargs = {ENABLE: True, name: " Builtin "}
-        assert take_launch_options(kwargs) is None
-        assert kwargs == {ENABLE: True}
+        assert not self.is_ours(**{name: " Builtin "})
         monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "builtin")
         assert self.is_ours(xavier_backend="extension")
         assert self.is_ours(xavier_backend="extension", foreign=True), "which its launch refuses"

@@ -149,8 +149,9 @@ def take_launch_options(
     The supervisor's ``environment`` has the cluster's defaults.
 
     None if the launch is not ours: without ``enable_xavier=true``, or with the Xavier built into
-    xinference. Its options stay then. Ours are dropped with a warning, because vLLM would refuse to
-    start with them. A launch is ``foreign`` if only the built-in Xavier may do something for it.
+    xinference. Its options stay then, as xinference writes them. Ours are dropped with a warning,
+    because vLLM would refuse to start with them. A launch is ``foreign`` if only the built-in
+    Xavier may do something for it.
 
     Raises:
         ConfigError: an option is wrong; ``kwargs`` are unchanged.
@@ -164,14 +165,22 @@ def take_launch_options(
         _drop_stray_options(kwargs, switches)
         return None
     if _backend(kwargs, foreign, environment) == "builtin":
-        for name in [name for name in kwargs if _plain(name) == BACKEND]:
-            del kwargs[name]
+        _leave_to_builtin(kwargs)
         return None
     options = parse_options(kwargs, environment)
     for name in list(kwargs):
         if name in switches or _plain(name).startswith(_PREFIX):
             del kwargs[name]
     return options
+
+
+def _leave_to_builtin(kwargs: MutableMapping[str, Any]) -> None:
+    """xinference knows its options by one spelling, and none of ours, not even without a value."""
+    for name in list(filter(is_xavier_option, kwargs)):
+        value = kwargs.pop(name)
+        if not is_own_option(name):
+            kwargs[_plain(name)] = value
+    kwargs[ENABLE] = True
 
 
 def _backend(given: Mapping[str, Any], foreign: bool, environment: Mapping[str, str]) -> Backend:

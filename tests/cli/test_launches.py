@@ -18,6 +18,8 @@ VLLM = {"model_engine": "vLLM", "replica": 2}
 SAVED: dict[str, dict[str, Any]] = {
     "plain": VLLM,
     "off": {**VLLM, "enable_xavier": False},
+    "text": {**VLLM, "enable_xavier": "false"},
+    "dash": {**VLLM, "enable-xavier": True, "xavier_backend": None},
     "ours": {**VLLM, "enable_xavier": True},
     "sized": {**VLLM, "enable-xavier": "true", "xavier-pool-bytes": "4GiB"},
     "theirs": {**VLLM, "enable_xavier": True, "xavier_cache_bytes": 1},
@@ -88,9 +90,12 @@ def test_each_launch_with_options_is_listed_with_both_meanings() -> None:
     assert "fails: nobody knows xavier_queue" in wrong
     assert shown == {
         "off": "enable_xavier=False nothing nothing",
+        "text": "enable_xavier=false nothing the built-in Xavier",
+        "dash": "enable-xavier=True, xavier_backend=None this extension "
+        "fails: nobody knows enable-xavier, xavier_backend",
         "ours": "enable_xavier=True this extension the built-in Xavier",
         "sized": "enable-xavier=true, xavier-pool-bytes=4GiB this extension "
-        "fails: nobody knows xavier-pool-bytes",
+        "fails: nobody knows enable-xavier, xavier-pool-bytes",
         "theirs": "enable_xavier=True, xavier_cache_bytes=1 the built-in Xavier "
         "the built-in Xavier",
         "chosen": "enable_xavier=True, xavier_backend=builtin the built-in Xavier "
@@ -110,7 +115,7 @@ def test_before_a_removal_they_are_taken_out(api: Saving) -> None:
     """Another account's launches stay: xinference hides their options."""
     api.save("another's", SAVED["sized"], account="somebody")
     shown = CliRunner().invoke(main, ["launches", "--strip"])
-    assert shown.output == "9 saved launches no longer have options of a Xavier\n"
+    assert shown.output == "11 saved launches no longer have options of a Xavier\n"
     saved = api.saved()
     assert saved.pop("another's") == SAVED["sized"]
     assert not [name for arguments in saved.values() for name in arguments if "xavier" in name]

@@ -16,13 +16,12 @@ from xinference_xavier.cli.tables import console, new_table
 from xinference_xavier.client import XavierClient
 from xinference_xavier.config import (
     ENABLE,
-    is_own_option,
+    UPSTREAM_OPTIONS,
     is_xavier_option,
     take_launch_options,
     why_foreign,
 )
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.options import parse_bool
 
 _PLACEMENT = {"model_engine": None, "role": "hybrid"}
 """What xinference assumes of an item of `replica_config`."""
@@ -63,24 +62,26 @@ class SavedLaunch(NamedTuple):
         items = self.arguments.get("replica_config") or ()
         placements = [SimpleNamespace(**{**_PLACEMENT, **item}) for item in items]
         reason = why_foreign({**self.arguments, "replica_config": placements})
+        options = self.options
         try:
-            ours = take_launch_options(self.options, reason is not None, environment) is not None
+            ours = take_launch_options(options, reason is not None, environment) is not None
         except ConfigError as error:
             return _refused(error)
         if not ours:
-            return self._built_in()
+            return _built_in(options)
         return "this extension" if reason is None else _refused(reason)
 
     def without_extension(self) -> str:
         """What becomes of it in a cluster that has removed the extension."""
-        own = [name for name in self.options if is_own_option(name)]
-        if own:
-            return f"fails: nobody knows {', '.join(own)}"
-        return self._built_in()
+        unknown = self.options.keys() - {ENABLE, *UPSTREAM_OPTIONS}
+        if unknown:
+            return f"fails: nobody knows {', '.join(sorted(unknown))}"
+        return _built_in(self.options)
 
-    def _built_in(self) -> str:
-        options = {name.replace("-", "_"): value for name, value in self.options.items()}
-        return "the built-in Xavier" if parse_bool(ENABLE, options.get(ENABLE)) else "nothing"
+
+def _built_in(options: Mapping[str, Any]) -> str:
+    """As xinference reads it, for which any text switches its Xavier on."""
+    return "the built-in Xavier" if options.get(ENABLE) else "nothing"
 
 
 def _refused(error: ConfigError) -> str:

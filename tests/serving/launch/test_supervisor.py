@@ -327,7 +327,7 @@ async def test_what_the_built_in_xavier_can_do_is_left_to_it(
 ) -> None:
     await start(supervisor, **arguments)
     (call,) = supervisor.calls
-    assert call["enable_xavier"] == "true"
+    assert call["enable_xavier"] is True
     assert "kv_transfer_config" not in call
     assert "xavier_backend" not in call
     for name in arguments.keys() & call.keys():
