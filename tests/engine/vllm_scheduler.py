@@ -91,6 +91,8 @@ def hasher_of(config: VllmConfig, block_tokens: int) -> Hasher:
 class Core(EngineCore):
     """vLLM's engine without workers: its clients' calls reach a mock."""
 
+    scheduler: Scheduler
+
     def __init__(
         self, config: VllmConfig, caches: KVCacheConfig, kind: type[Scheduler] = Scheduler
     ) -> None:

@@ -439,7 +439,7 @@ async def test_a_store_that_was_begun_with_before_a_reset_is_left_alone(
             await replica.until(lambda: replica.disk._thread.waiting == 1)
         replica.tier.reset()
         await replica.until(lambda: replica.namespace.is_settled)
-        assert await replica.namespace.rejoin("2")
+        assert await replica.namespace.rejoin("2", replica.namespace.announced)
         replica.disk.probed(b"canary", CANARY)
         go_on.set()
         await replica.save([key])
