@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 from vllm.v1.kv_offload.config import (
@@ -38,7 +39,7 @@ from xinference_xavier.engine.spec import (
     XavierSpec,
     rows_of,
 )
-from xinference_xavier.engine.worker import HostWorker
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, receive_region
@@ -240,6 +241,32 @@ def test_a_pool_counts_what_others_on_its_host_have_still_to_take(
     monkeypatch.setattr(Region, "create", create)
     theirs.pop().close()
     spec.get_worker(kv_caches([PAGES])).shutdown()
+
+
+@pytest.mark.parametrize("patience", ["600", "0"])
+def test_a_pool_for_a_device_is_allocated_before_it_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience: str
+) -> None:
+    """However large it is. vLLM waits meanwhile: the log says for what, and warns in time."""
+    monkeypatch.setattr(spec_module, "_POPULATE_AT_ONCE", ROW_ALIGNMENT)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", patience)
+    caplog.set_level("INFO", spec_module.__name__)
+    missing = []
+
+    def pin(caches: CanonicalKVCaches, blocks: int, region: DeviceRegion) -> None:
+        missing.append(region.total_size_bytes - region._region.allocated)
+        region.cleanup()
+
+    monkeypatch.setattr(spec_module, "device_worker", pin)
+    XavierSpec(offloading_config(options())).get_worker(kv_caches([PAGES]))
+    assert missing == [0]
+    created, *lines = caplog.messages
+    assert created.startswith("pool created: ")
+    assert lines.pop(0).startswith("vLLM waits until the pool is allocated: bytes=")
+    assert lines.pop().startswith("pool allocated: seconds=")
+    warned = ["vLLM may give up before" in line for line in lines]
+    assert warned == ([True] if patience == "0" else [])
 
 
 class TestWorkers:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Barrier
+from threading import Barrier, get_ident
 
 import numpy as np
 import pytest
@@ -264,7 +264,7 @@ def test_populating_keeps_the_bytes_on_older_kernels_too(
     region.populate()
     assert (region.row(5) == np.arange(ROW_BYTES) % 251).all()
     assert not region.row(4).any()
-    assert os.fstat(region.fd).st_blocks * 512 >= region.size
+    assert region.allocated >= region.size
 
 
 def resident(region: Region) -> int:
@@ -302,9 +302,27 @@ def test_a_region_promises_what_it_has_not_allocated(monkeypatch: pytest.MonkeyP
     assert promised_bytes() == 0
 
 
+def test_populating_takes_the_processors_of_its_thread(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_module, "_POPULATE_STEP", ROW_BYTES)
+    together = Barrier(min(len(PROCESSORS), ROWS), timeout=60)
+    met = set()
+
+    def meet() -> bool:
+        if get_ident() not in met:
+            met.add(get_ident())
+            together.wait()
+        return True
+
+    region.populate(meet)
+    assert len(met) == together.parties
+    assert region.allocated == region.size
+
+
 def test_populating_stops_when_it_is_not_wanted(region: Region) -> None:
     region.populate(lambda: False)
-    assert os.fstat(region.fd).st_blocks == 0
+    assert region.allocated == 0
 
 
 def test_a_checksum_covers_bytes_and_key(region: Region) -> None:

@@ -15,12 +15,14 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
@@ -73,7 +75,9 @@ _REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
 MIN_ROWS = 16
 _PARTS = 4  # of the free memory; by default, the pools take one
 _BYTES_PER_TABLE_BYTE = 512
-_POPULATE_AT_ONCE = 1 << 30  # bytes; a larger region is populated in the background
+_POPULATE_AT_ONCE = 1 << 30
+"""Bytes. A larger region is populated in the background where vLLM need not wait; elsewhere so many
+of them show how long it will take."""
 
 
 class WorkerNote(NamedTuple):
@@ -153,16 +157,16 @@ class XavierSpec(OffloadingSpec):
         self._rows(row_bytes, cache_rows, own=region.size)
         note = self.describe(kv_caches)._replace(cells=cells, cache_rows=cache_rows)
         self._region_server = RegionServer(region, self.config.engine_id, json.dumps(note).encode())
-        if region.size <= _POPULATE_AT_ONCE:
-            region.populate()
-        else:
-            threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
         logger.info(
             "pool created: chunks=%d chunk_bytes=%d cache_chunks=%d",
             region.rows,
             row_bytes,
             cache_rows,
         )
+        if current_platform.is_cpu() and region.size > _POPULATE_AT_ONCE:
+            threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
+        else:  # a device's worker pins it next, which would allocate it on one thread
+            _populate(region)
         return region
 
     def _rows(self, row_bytes: int, cache_rows: int, own: int = 0) -> int:
@@ -289,6 +293,24 @@ class XavierSpec(OffloadingSpec):
             self._chunk_tokens,
             {group.group_idx.to_bytes(4): lookup_group(group) for group in groups.kv_group_configs},
         )
+
+
+def _populate(region: Region) -> None:
+    """Allocate the region while vLLM waits, and say so: a large one takes minutes."""
+    began = time.monotonic()
+    logger.info("vLLM waits until the pool is allocated: bytes=%d", region.size)
+    region.populate(lambda: region.allocated < _POPULATE_AT_ONCE)
+    seconds = (time.monotonic() - began) * region.size / region.allocated
+    patience = envs.VLLM_ENGINE_READY_TIMEOUT_S
+    if seconds > patience:
+        logger.warning(
+            "vLLM may give up before the pool is allocated, which takes about %.0f s: use a "
+            "smaller xavier_pool_bytes, or set VLLM_ENGINE_READY_TIMEOUT_S to more than %d",
+            seconds,
+            patience,
+        )
+    region.populate()
+    logger.info("pool allocated: seconds=%.1f", time.monotonic() - began)
 
 
 def rows_of(

@@ -40,6 +40,7 @@ _MAGIC = b"XAVIER01"
 _CREDENTIALS = struct.Struct("iII")
 _FILE = "xavier-region"
 _POPULATE_STEP = 64 << 20
+_POPULATE_THREADS = 8  # at most: all engines of a host may start at once
 _MAX_NOTE = 1 << 20
 _ACCEPT_PAUSE = 0.1  # seconds after an error, as with too many open files
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
@@ -108,6 +109,11 @@ class Region:
         """Bytes."""
         return self.rows * self.row_bytes
 
+    @property
+    def allocated(self) -> int:
+        """Bytes, in whichever process."""
+        return os.fstat(self.fd).st_blocks * 512
+
     def row(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of one row, shape (row_bytes,)."""
         row: npt.NDArray[np.uint8] = self.array[slot]
@@ -117,18 +123,34 @@ class Region:
         return checksum(self.array[slot].data, key)
 
     def populate(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Allocate every page and map it into this process, until no longer `wanted`.
+        """Allocate every page and map it into this process, until no longer `wanted`, on as many
+        threads as the calling one has processors.
 
         Otherwise the first use of a row is ten times slower if its pages do not exist, and twice as
         slow if this process has not mapped them (measured). Changes no byte, so others may write.
         """
         advice = _MADV_POPULATE_READ if self._read_only else _MADV_POPULATE_WRITE
-        for start in range(0, self.size, _POPULATE_STEP):
-            if not wanted():
-                return
-            pages = self.array.reshape(-1)[start : start + _POPULATE_STEP]
-            if _libc.madvise(pages.ctypes.data, len(pages), advice) != 0:  # an older kernel
-                pages[:: mmap.PAGESIZE].max()
+        steps = range(0, self.size, _POPULATE_STEP)
+        to_do = iter(steps)
+
+        def work() -> None:
+            for start in to_do:
+                if not wanted():
+                    return
+                pages = self.array.reshape(-1)[start : start + _POPULATE_STEP]
+                if _libc.madvise(pages.ctypes.data, len(pages), advice) != 0:  # an older kernel
+                    pages[:: mmap.PAGESIZE].max()
+
+        count = min(_POPULATE_THREADS, len(os.sched_getaffinity(0)), len(steps))
+        helpers = [
+            threading.Thread(target=work, name="xavier-populate", daemon=True)
+            for _ in range(count - 1)
+        ]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
 
     def close(self) -> None:
         """Close the descriptor. The mapping ends with the last view of it."""
