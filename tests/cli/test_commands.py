@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.harness.api import Pair
+from tests.harness.api import ApiProcess, Pair
 from tests.harness.replicas import MODEL, fresh_numbers, make_key, wait_until
 from xinference_xavier.cli.commands import main
 from xinference_xavier.cli.tables import size
@@ -95,8 +95,23 @@ def test_status_shows_replicas_and_where_tokens_came_from(pair: Pair) -> None:
 def test_status_as_json_is_the_servers_answer(pair: Pair) -> None:
     one = json.loads(done(pair.api.endpoint, "status", MODEL, "--json"))
     assert [replica["incarnation"] for replica in one["replicas"]] == ["first", "second"]
-    (same,) = json.loads(done(pair.api.endpoint, "status", "--json"))["models"]
-    assert same["model_uid"] == MODEL
+    everything = json.loads(done(pair.api.endpoint, "status", "--json"))
+    assert [each["model_uid"] for each in everything["models"]] == [MODEL]
+    assert everything["unavailable"] == {}
+
+
+def test_status_tells_that_a_tracker_does_not_answer() -> None:
+    """Otherwise, in an outage, it would seem that no model shares."""
+    reason = f"model {MODEL!r} does not share its cache here"
+    api = ApiProcess()
+    try:
+        api.lose_tracker()
+        table, plain = run(api.endpoint, "status"), run(api.endpoint, "status", "--json")
+    finally:
+        api.kill()
+    assert (table.stdout, table.stderr, table.exit_code) == ("", f"Error: {reason}\n", 3)
+    assert json.loads(plain.stdout) == {"models": [], "unavailable": {MODEL: reason}}
+    assert (plain.stderr, plain.exit_code) == (f"Error: {reason}\n", 3)
 
 
 def test_watching(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

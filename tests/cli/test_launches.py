@@ -31,8 +31,8 @@ SAVED: dict[str, dict[str, Any]] = {
 }
 
 
-SUPERVISOR: dict[str, str] = {}
-"""Its environment."""
+SUPERVISOR: dict[str, Any] = {}
+"""What it says of itself."""
 
 
 class Saving:
@@ -64,9 +64,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saving:
     app = FastAPI()
     app.state.api = api
     app.include_router(api._router)
-    app.add_api_route("/v1/cluster/xavier", lambda: {"supervisor": {"environment": SUPERVISOR}})
+    app.add_api_route("/v1/cluster/xavier", lambda: {"supervisor": SUPERVISOR})
     monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))
     SUPERVISOR.clear()
+    SUPERVISOR["environment"] = {}
     monkeypatch.setenv("XINFERENCE_XAVIER_BACKEND", "builtin")  # this process is not asked
     monkeypatch.setattr(httpx, "Client", lambda **settings: TestClient(app))
     return api
@@ -107,8 +108,13 @@ def test_each_launch_with_options_is_listed_with_both_meanings() -> None:
 
 @pytest.mark.usefixtures("api")
 def test_the_cluster_s_default_is_the_supervisor_s() -> None:
-    SUPERVISOR["XINFERENCE_XAVIER_BACKEND"] = "builtin"
+    SUPERVISOR["environment"] = {"XINFERENCE_XAVIER_BACKEND": "builtin"}
     assert lines()["ours"] == "enable_xavier=True the built-in Xavier the built-in Xavier"
+    del SUPERVISOR["environment"]
+    SUPERVISOR["error"] = "it is silent"
+    shown = CliRunner().invoke(main, ["launches"])
+    assert (shown.exit_code, shown.stdout) == (3, "")
+    assert shown.stderr == "Error: the supervisor does not say what it runs: it is silent\n"
 
 
 def test_before_a_removal_they_are_taken_out(api: Saving) -> None:

@@ -60,7 +60,7 @@ def test_status_is_typed_and_sums_up(pair: Pair, client: XavierClient) -> None:
     assert status.totals.fetches.committed - before.totals.fetches.committed == 1
     assert (second.pool.rows, second.pool.pinned, second.fetching) == (64, 0, {})
     assert status.raw["replicas"][1]["incarnation"] == "second"
-    assert [each.model_uid for each in client.models()] == [MODEL]
+    assert [each.model_uid for each in client.models().models] == [MODEL]
 
 
 def test_explain_says_where_chunks_are_and_what_is_reused(pair: Pair, client: XavierClient) -> None:
@@ -136,7 +136,7 @@ def test_events_of_a_replica_reach_the_client(pair: Pair, client: XavierClient) 
 async def test_the_asynchronous_twin(pair: Pair) -> None:
     number = fresh_numbers(1)[0]
     async with AsyncXavierClient(pair.api.endpoint) as client:
-        assert [each.model_uid for each in await client.models()] == [MODEL]
+        assert [each.model_uid for each in (await client.models()).models] == [MODEL]
         assert len((await client.status(MODEL)).replicas) == 2
         assert (await client.explain(MODEL, str(number))).prompt_tokens == CHUNK_TOKENS
         assert (await client.flush(MODEL)).raw["answers"]["unreachable"] == []

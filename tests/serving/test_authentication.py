@@ -200,7 +200,7 @@ def test_metrics_are_as_open_as_xinferences_own(guarded: Guarded) -> None:
 def test_the_client_with_a_token_and_with_a_key(guarded: Guarded) -> None:
     endpoint = guarded.api.endpoint
     with XavierClient(endpoint, guarded.users[LIST].token) as client:
-        assert [each.model_uid for each in client.models()] == [MODEL]
+        assert [each.model_uid for each in client.models().models] == [MODEL]
         assert next(client.watch(MODEL)).model_uid == MODEL
         assert next(client.events(MODEL)).event == "ReplicaJoined"
         with pytest.raises(ApiError, match="Not enough permissions") as refused:

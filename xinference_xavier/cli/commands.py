@@ -24,7 +24,8 @@ from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.events import load_hook
 from xinference_xavier.options import ONLY_UNDER_XINFERENCE, PARSERS
-from xinference_xavier.stats.answers import EventRecord
+from xinference_xavier.stats.answers import EventRecord, ModelList
+from xinference_xavier.stats.schema import ModelStatus
 
 _EPILOG = """\b
 Exit codes:
@@ -32,7 +33,7 @@ Exit codes:
   1  doctor found such a problem; nothing was shared, or an answer is wrong (try); rows are wrong,
      or the folder cannot be read (disk); a prefix cannot be computed; tracker cannot listen
   2  wrong usage, or the model cannot be tried
-  3  xinference does not answer, refuses, or lacks the extension
+  3  xinference does not answer, refuses, or lacks the extension; or a tracker does not answer
   4  no such model shares its cache, or it has no prefix of that name
 
 \b
@@ -80,12 +81,17 @@ def status(client: XavierClient, model: str | None, as_json: bool, watch: bool) 
             raise click.UsageError("--watch needs a MODEL")
         _watch(client, model, as_json)
         return
-    models = client.models() if model is None else [client.status(model)]
+    answer = client.models() if model is None else client.status(model)
     if as_json:
-        raw = [status.raw for status in models]
-        click.echo(json.dumps({"models": raw} if model is None else raw[0], indent=2))
-    else:
-        tables.console().print(tables.models_table(models))
+        click.echo(json.dumps(answer.raw, indent=2))
+    elif isinstance(answer, ModelStatus):
+        tables.console().print(tables.model_table(answer))
+    elif answer.models or not answer.unavailable:
+        tables.console().print(tables.models_table(answer.models))
+    if isinstance(answer, ModelList) and answer.unavailable:
+        for reason in answer.unavailable.values():
+            click.echo(f"Error: {reason}", err=True)
+        sys.exit(NO_ANSWER)
 
 
 def _watch(client: XavierClient, model: str, as_json: bool) -> None:

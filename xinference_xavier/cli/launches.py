@@ -21,7 +21,7 @@ from xinference_xavier.config import (
     take_launch_options,
     why_foreign,
 )
-from xinference_xavier.errors import ConfigError
+from xinference_xavier.errors import ApiError, ConfigError
 
 _PLACEMENT = {"model_engine": None, "role": "hybrid"}
 """What xinference assumes of an item of `replica_config`."""
@@ -101,7 +101,9 @@ def launches(client: XavierClient, strip: bool) -> None:
     saved = [each for each in map(SavedLaunch.of, client.saved_launches()) if each.options]
     if not strip:
         supervisor = client.cluster()["supervisor"]
-        console().print(_table(saved, supervisor.get("environment", {})))
+        if "error" in supervisor:
+            raise ApiError(f"the supervisor does not say what it runs: {supervisor['error']}")
+        console().print(_table(saved, supervisor["environment"]))
         return
     own = [each for each in saved if each.is_own]
     for each in own:

@@ -32,6 +32,7 @@ from xinference_xavier.stats.answers import (
     SALT_HEADER,
     EventRecord,
     Explanation,
+    ModelList,
     NamedPrefix,
     is_part_of_path,
 )
@@ -73,9 +74,9 @@ class XavierClient:
     def close(self) -> None:
         self._http.close()
 
-    def models(self) -> list[ModelStatus]:
-        """All models that share and whose trackers answer."""
-        return self._send("GET", "/v1/xavier", lambda answer: list(map(_model, answer["models"])))
+    def models(self) -> ModelList:
+        """How each model shares now, or why that is not known."""
+        return self._send("GET", "/v1/xavier", lambda answer: read(ModelList, answer))
 
     def status(self, model_uid: str) -> ModelStatus:
         """How one model shares now."""

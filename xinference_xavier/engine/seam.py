@@ -56,7 +56,7 @@ FIELDS = {
         "kv_transfer_config",
     ),
     KVCacheConfig: ("kv_cache_groups", "num_blocks", "hisparse_host_num_blocks"),
-    EngineCore: ("add_lora", "remove_lora", "list_loras"),
+    EngineCore: ("add_lora", "collective_rpc", "set_weight_version"),
     SchedulerOutput: (
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
         "finished_req_ids", "preempted_req_ids", "kv_cache_block_copies",

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from xinference_xavier.stats.report import read
-from xinference_xavier.stats.schema import NOT_SENT
+from xinference_xavier.stats.schema import NOT_SENT, ModelStatus
+
+
+@dataclass(frozen=True)
+class ModelList:
+    """All `models` that share and whose trackers answer. `unavailable` has the reason for each of
+    the others, by uid."""
+
+    models: tuple[ModelStatus, ...]
+    unavailable: dict[str, str]
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
 
 
 @dataclass(frozen=True)
