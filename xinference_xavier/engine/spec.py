@@ -170,8 +170,8 @@ class XavierSpec(OffloadingSpec):
         return region
 
     def _rows(self, row_bytes: int, cache_rows: int, own: int = 0) -> int:
-        """`rows_of` with the host's memory as it is now, which may already have promised bytes to
-        this engine's `own` region."""
+        """`rows_of` with the host's memory as it is now. Of what is promised, `own` bytes are this
+        engine's."""
         memory = free_memory()
         return rows_of(
             self._xavier,
