@@ -92,6 +92,13 @@ MUTATIONS = (
         ("tests/engine/test_adapters.py",),
     ),
     Mutation(
+        "engine/adapters.py",
+        "self._cached[adapter.name] = None",
+        "self._cached[adapter.name] = version",
+        "blocks of an adapter that was replaced are stored as those of one that came later",
+        ("tests/engine/test_adapters.py",),
+    ),
+    Mutation(
         "serving/answers.py",
         "return check_tenant(given if supplied is None else supplied.value)",
         "return check_tenant(given or (supplied.value if supplied else None))",

@@ -1,29 +1,24 @@
 """Two `vllm serve` and a tracker, without xinference: the example, as in its README."""
 
-import asyncio
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
-import xoscar
 
 from examples.plain_vllm import ask
 from examples.processes import answers, free_port, start
-from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
-from xinference_xavier.protocol.tracker import tracker_uid
+from tests.e2e.conftest import ROOT, wait_for_engine
+from tests.e2e.plain import ARGUMENTS, ENVIRONMENT, HOST, serve, wait_until_compared
 
 pytestmark = pytest.mark.long
 
-HOST = "127.0.0.1"
 SCRIPT = ROOT / "examples" / "plain_vllm" / "serve.sh"
-ARGUMENTS = "--block-size 128 --dtype float32 --enforce-eager --max-model-len 4096"
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 END_TIMEOUT = 120.0
 
 
@@ -46,7 +41,7 @@ def servers(model_folder: Path) -> Iterator[Servers]:
         "POOL": "256MiB",
     }
     log = ROOT / "build" / "test-plain-vllm.log"
-    script = start([SCRIPT, model_folder, *ARGUMENTS.split()], log, environment)
+    script = start([SCRIPT, model_folder, *ARGUMENTS], log, environment)
     started = psutil.Process(script.pid)
     try:
         endpoints = [f"http://{HOST}:{port}" for port in ports]
@@ -69,30 +64,10 @@ def servers(model_folder: Path) -> Iterator[Servers]:
     assert left == []
 
 
-def replicas(tracker: str) -> list[dict[str, Any]]:
-    """What the tracker knows of each."""
-
-    async def ask() -> Any:
-        return await (await xoscar.actor_ref(address=tracker, uid=tracker_uid("plain"))).status()
-
-    groups = asyncio.run(ask())["namespaces"].values()
-    return [replica for group in groups for replica in group["replicas"]]
-
-
-def serve(tracker: str) -> bool:
-    return [replica["serves"] for replica in replicas(tracker)] == [True, True]
-
-
-def compared(tracker: str) -> bool:
-    counts = [replica["stats"]["comparison"]["compared"] for replica in replicas(tracker)]
-    return counts == [1, 1]
-
-
 def test_what_one_server_has_computed_the_other_copies(
     servers: Servers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They compare themselves before anybody asks them anything."""
-    wait_until(lambda: compared(servers.tracker), "they are compared")
+    wait_until_compared(servers.tracker)
     ask.main([*servers.endpoints.values(), "--rows", "40"])
     first, second = re.findall(r"(\d+) of (\d+) tokens reused", capsys.readouterr().out)
     assert first[0] == "0"

@@ -46,6 +46,7 @@ _TWO_ENGINES = (
     "tests/e2e/test_engines.py",
     "tests/e2e/test_engine_events.py",
     "tests/e2e/test_plain_vllm.py",
+    "tests/e2e/test_vllm_servers.py",
 )
 _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")
 _MODELS = ("-m", "long or not long", "tests/models")
