@@ -197,12 +197,11 @@ class TestCanary:
 class TestLost:
     def test_a_probe_that_is_not_computed_in_time_is_aborted_counted_and_repeated(self) -> None:
         scene = Scene()
-        probe = scene.next()
+        scene.next()
         scene.clock.now += 600
         (result,) = scene.probes.work()
         assert result.lost
         assert scene.queued.aborted == ["probe 1"]
-        assert scene.probes.of(probe.salt) is None
         scene.clock.now += 10
         scene.next()
 
@@ -375,18 +374,22 @@ class TestReset:
 class TestRequest:
     """A probe, as vLLM's scheduler sees it."""
 
-    def test_it_is_computed_and_leaves_nothing(self) -> None:
+    @pytest.mark.parametrize("overtaken", [False, True])
+    def test_it_is_computed_and_leaves_nothing(self, overtaken: bool) -> None:
+        """Neither does one that was under way to the scheduler during a reset."""
         scene = Scene()
         vllm = probing(scene)
         probe = scene.next()
+        if overtaken:
+            vllm.manager.reset_cache()
         request = vllm.ask(1, "probe", a=1)
         keys = request.keys
         assert vllm.attempt(request, salt=probe.salt) == 0
         vllm.schedule(request, 0)
         vllm.stored(request, vllm.begin_store(request, keys))
         vllm.finish(request)
-        (result,) = scene.probes.work()
-        assert result.key == b"canary/128"
+        results = scene.probes.work()
+        assert [each.key for each in results] == [] if overtaken else [b"canary/128"]
         assert vllm.tier.fetches == []
         assert vllm.tier.stored_rows == []
         assert vllm.pool.lookup(keys[0]) is None

@@ -171,6 +171,8 @@ class Probes:
         self._since = clock()
         self._epoch = 0  # resets
         self._running: Probe | None = None
+        self._asked: dict[str, Probe] = {}
+        """By salt. A reset may overtake a request, which is that of a probe all the same."""
         self._candidate: Probe | None = None
         self._audited = 0  # tokens
         self._deep = False  # whether the next audit may be
@@ -240,6 +242,8 @@ class Probes:
         if probe is None:
             return
         probe.deadline = now + _DEADLINE
+        recent = (each for each in self._asked.values() if now < each.deadline)
+        self._asked = {each.salt: each for each in (*recent, probe)}
         self._running = probe
         try:
             req_id = self._requests.ask(probe.tokens, probe.salt)
@@ -281,8 +285,7 @@ class Probes:
 
     def of(self, salt: str) -> Probe | None:
         """The probe whose request has this salt."""
-        running = self._running
-        return running if running is not None and running.salt == salt else None
+        return self._asked.get(salt)
 
     def reset(self) -> None:
         """The engine's weights may have changed: compute the canaries again, and audit nothing from
