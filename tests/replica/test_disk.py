@@ -80,10 +80,12 @@ class Life:
     async def _move(self, _: str) -> None:
         self.disk.move(self.namespace.lasting)
 
-    def compute(self, keys: Sequence[bytes], origin: str | None = None) -> None:
+    def compute(
+        self, keys: Sequence[bytes], origin: str | None = None, probation: bool = False
+    ) -> None:
         rows = self.pool.reserve(keys).rows
         for row in rows:
-            row.origin = origin
+            row.origin, row.probation = origin, probation
             self.region.row(row.slot)[:] = content(row.key, ROW_BYTES)
             self.pool.commit(row, self.region.checksum(row.slot, row.key))
 
@@ -233,6 +235,20 @@ async def test_all_that_is_used_can_be_saved(tmp_path: Path) -> None:
         replica.compute(keys)
         replica.disk.used(keys)
         await replica.until(lambda: set(keys) <= replica.disk.index.keys())
+
+
+async def test_what_is_on_probation_is_not_saved(tmp_path: Path) -> None:
+    keys = fresh_keys(3)
+    async with life(tmp_path, saves_all=True) as replica:
+        replica.compute(keys[:2], probation=True)
+        replica.compute(keys[2:])
+        replica.disk.used(keys)
+        await replica.until(lambda: len(replica.disk.index) > 0)
+        assert replica.disk.index.keys() == {keys[2]}
+        replica.pool.end_probation(keys[:1])
+        replica.disk.used(keys)
+        await replica.until(lambda: len(replica.disk.index) > 1)
+        assert replica.disk.index.keys() == {keys[0], keys[2]}
 
 
 async def test_a_named_prefix_is_saved_at_once(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier import vllm_versions
 from xinference_xavier.engine.adapters import Adapters
-from xinference_xavier.engine.compat import load_source
+from xinference_xavier.engine.compat import key_positions, load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
@@ -257,6 +257,9 @@ class XavierManager(OffloadingManager):
         if request.counted.prompt:
             return
         request.counted.prompt = True
+        request.answer_start = prompt
+        if not request.source:  # else its own rows may be among them
+            self.pool.end_probation(request.row_keys())
         self.workload.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
         rows = self._jobs.loading(req_id)
@@ -329,6 +332,9 @@ class XavierManager(OffloadingManager):
         rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
         request.name_rows(rows)
         stored = [offered[row.key] for row in rows]
+        positions = key_positions(req_context)
+        for key, row in zip(stored, rows, strict=True):
+            row.probation = positions[key] > request.answer_start
         self._jobs.begin_store(request.req_id, zip(stored, rows, strict=True))
         return PrepareStoreOutput(
             keys_to_store=stored,

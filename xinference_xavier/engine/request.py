@@ -17,6 +17,7 @@ Belongs to the scheduler thread. A fetch's rows stay pinned until no request wai
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class Request:
     reuses: bool = False  # blocks of vLLM's own cache, perhaps
     prompt_tokens: int = 0  # with answered ones before a preemption; 0 before its lookups
     missing: int = 0  # of them, still to compute
+    answer_start: float = math.inf  # in tokens; known once it is scheduled
     source: str = ""  # of most of the prompt; empty before it is counted
     fetches: list[Fetch] = field(default_factory=list)  # while FETCHING, in order of their rows
     retry_keys: set[bytes] = field(default_factory=set)  # the chunks that defer the request

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, TypeVar
 
-from xinference_xavier.pool.eviction import Protection, SegmentedLRU
+from xinference_xavier.pool.eviction import Generations, Protection, SegmentedLRU
 
 
 class RowState(Enum):
@@ -56,6 +56,7 @@ class Row:
     replicated_from: str | None = None  # the donor, until this row is copied itself
     origin: str | None = None  # the donor; None: computed here
     alias: bytes | None = None  # vLLM's key, where `key` is another
+    probation: bool = False  # generated, and no other request has needed it yet
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
@@ -124,6 +125,7 @@ class Pool:
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING, READY and FLUSHED
         self._idle = SegmentedLRU[Row](slots)  # READY and unpinned
+        self._generations = Generations(slots)
         self.held: Set[bytes] = self._held.keys()  # most lookups are of others, and end here
         self._flushed: dict[bytes, Row] = {}  # FLUSHED and unpinned
         self._filling = self._ready = self._pinned = self._quarantined = 0
@@ -239,11 +241,14 @@ class Pool:
             row.checksum = checksum
             self._filling -= 1
             self._ready += 1
+            if row.probation:
+                self._generations.add(row.key)
+                row.probation = not self._generations.are_asked_for
             if pins:
                 row.pins = pins
                 self._pinned += 1
             else:
-                self._idle.add(row)
+                self._idle.add(row, row.probation)
             self._changed((row,), held=True)
             return True
 
@@ -290,13 +295,15 @@ class Pool:
     def pin_shared(self, keys: Iterable[bytes]) -> list[Row]:
         """Pin the leading run of `keys` that peers may fetch, for a peer that will copy them.
 
-        They no longer count as copies. Otherwise two replicas could each hold a copy of the
-        other's row, and both could evict theirs as redundant.
+        Their probation ends, and they no longer count as copies. Otherwise two replicas could each
+        hold a copy of the other's row, and both could evict theirs as redundant.
         """
         with self._lock:
             run = self._pin_run(keys, shared=True)
+            self._generations.asked([row.key for row in run])
             for row in run:
                 row.replicated_from = None
+                row.probation = False
             return run
 
     def pin_row(self, row: Row) -> bool:
@@ -340,14 +347,27 @@ class Pool:
                     continue
                 self._pinned -= 1
                 if row.state is _READY:
-                    self._idle.add(row)
+                    self._idle.add(row, row.probation)
                 elif row.state is _FLUSHED:
                     self._flushed[row.key] = row
                 else:  # there was a reset
                     self._leave_quarantine(row)
 
+    def end_probation(self, keys: Sequence[bytes]) -> None:
+        """Some request needs these chunks, and has stored none of them."""
+        with self._lock:
+            self._generations.asked(keys)
+            for key in keys:
+                row = self._held.get(key)
+                if row is not None and row.probation and row.state is _READY:
+                    row.probation = False
+                    if not row.pins:
+                        self._idle.remove(key)
+                        self._idle.add(row)
+
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Make the rows the most recently used, in the given order (the last is the newest)."""
+        """Make the rows the most recently used, in the given order (the last is the newest). It
+        ends no probation."""
         with self._lock:
             self._idle.touch(keys)
 

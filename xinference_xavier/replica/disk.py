@@ -1,8 +1,9 @@
 """The host's disk beside the peers: what this replica saves there, and what it reads from there.
 
 A chunk is saved, in the background, once two requests or a peer had it (or one, if all are saved),
-or while a named prefix has it; only what this engine has computed itself. It is read like a peer's:
-`Fetcher` runs the transaction, and the cost model knows the disk as one more source.
+or while a named prefix has it; only what this engine has computed itself, and nothing on probation.
+It is read like a peer's: `Fetcher` runs the transaction, and the cost model knows the disk as one
+more source.
 
 | state     | what is done                   | left for                                          |
 |-----------|--------------------------------|---------------------------------------------------|
@@ -361,7 +362,7 @@ class Disk:
         for key in [*islice(self._wanted, 64 * _BATCH)]:
             del self._wanted[key]
             row = None if key in self.index else self._pool.lookup(key)
-            if row is None or row.origin is not None or row.checksum is None:
+            if row is None or row.origin is not None or row.checksum is None or row.probation:
                 continue
             if self._pool.pin_row(row):
                 rows.append(row)
