@@ -288,6 +288,41 @@ MUTATIONS = (
         "rows count twice after a link broke, and unverified ones become hits",
         ("tests/transfer/test_receiver.py",),
     ),
+    Mutation(
+        "replica/hot_chunks.py",
+        "rows = pool.reserve(keys[:BATCH], redundant=None).rows",
+        "rows = pool.reserve(keys[:BATCH]).rows",
+        "what the scheduler has just found is evicted for a warm join, and the engine ends",
+        ("tests/replica/test_hot_chunks.py",),
+    ),
+    Mutation(
+        "replica/hot_chunks.py",
+        "        pool.unpin(arrived)  # together",
+        "        pass  # together",
+        "rows of a warm join are never evicted",
+        ("tests/replica/test_hot_chunks.py",),
+    ),
+    Mutation(
+        "engine/connector.py",
+        "self._unflushed_steps = len(self._steps) + 1",
+        "self._unflushed_steps = len(self._steps)",
+        "a slot gets another chunk while a job from before a reset may write to it",
+        ("tests/engine/test_resets.py",),
+    ),
+    Mutation(
+        "engine/connector.py",
+        "if self._unflushed_steps <= 0 and ended[0].tokens:",
+        "if self._unflushed_steps <= 0:",
+        "the same, where vLLM makes a step that no worker has to begin",
+        ("tests/engine/test_resets.py",),
+    ),
+    Mutation(
+        "engine/connector.py",
+        "coordinator.enable_partial_hash_hits\n",
+        "coordinator.enable_partial_hash_hits and False\n",
+        "after new weights, chunks with a part that the old ones computed are stored",
+        ("tests/engine/test_resets.py",),
+    ),
     # -- rollback ------------------------------------------------------------------------------
     Mutation(
         "replica/peer_tier.py",

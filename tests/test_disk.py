@@ -144,6 +144,16 @@ def test_a_chunk_that_two_have_written_is_there_once(store: NumberedStore) -> No
     assert len(store.reserve(SLOTS)) == SLOTS, "the second one's slot is free at once"
 
 
+def test_a_chunk_that_has_got_another_slot_is_found_there(store: NumberedStore) -> None:
+    other = store.another()
+    (slot, *_) = store.save(1, 2, 3, 4)
+    other.save(5)
+    other.save(1)
+    other.remove([(key(5), slot)])
+    assert store.saved() == {1, 3, 4}
+    assert store.reads(1)
+
+
 def test_a_void_row_is_removed_for_all(store: NumberedStore) -> None:
     other = store.another()
     (slot, _) = store.save(1, 2)

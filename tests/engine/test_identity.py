@@ -133,6 +133,18 @@ def test_files_of_a_model_count_if_they_say_how_to_compute(
     assert (namespace(engine_config(folder), cache_config) == own) is matches
 
 
+def test_the_weights_of_a_drafter_count(
+    model_folder: Path, cache_config: KVCacheConfig, tmp_path: Path
+) -> None:
+    """Its layers have pages in each row."""
+    folder = shutil.copytree(model_folder, tmp_path / "drafter")
+    draft = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(folder)}
+    config = engine_config(model_folder, speculative_config=draft)
+    before = namespace(config, cache_config)
+    other_weights(folder)
+    assert namespace(config, cache_config) != before
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

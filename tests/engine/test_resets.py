@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
 from tests.engine.vllm_scheduler import Engine
 
@@ -79,6 +80,18 @@ def test_blocks_that_vllm_refused_to_forget_are_not_stored(engine: Engine) -> No
     assert stored(engine) == 2
 
 
+def test_nor_are_those_of_which_vllm_may_have_reused_a_part(engine: Engine) -> None:
+    """It does not tell."""
+    manager = engine.scheduler.kv_cache_manager
+    manager.coordinator.enable_partial_hash_hits = True
+    del manager.reset_prefix_cache  # what the connector has put there
+    engine.connector.bind_kv_cache_manager(manager)
+    assert computed(engine, "runs", tokens=100) == len(PROMPT)
+    assert not vllms_own(engine)
+    engine.ask("other", [token + 1000 for token in PROMPT], tokens=2)
+    assert stored(engine) == 0
+
+
 def test_a_request_that_is_preempted_for_the_reset_stores_what_it_computes_afterwards(
     engine: Engine,
 ) -> None:
@@ -109,13 +122,23 @@ def test_what_has_come_since_the_last_reset_is_void_too(engine: Engine) -> None:
     assert ready(engine) == 0
 
 
-def test_rows_of_jobs_from_before_are_free_when_the_next_step_has_ended(engine: Engine) -> None:
-    """It begins with a flush. If every row were in quarantine, no later job could begin."""
+def test_rows_of_jobs_from_before_are_free_when_a_step_that_computes_has_ended(
+    engine: Engine,
+) -> None:
+    """All workers have begun it, and it begins with a flush. If every row were in quarantine, no
+    later job could begin."""
     engine.ask("runs", PROMPT, tokens=100)
     while not engine.own.pool.counts().filling:
         engine.step()
+    under_way = engine.begin_step()
+    assert under_way.total_num_scheduled_tokens
     assert not vllms_own(engine)
+    engine.end_step(under_way)
+    assert engine.own.pool.counts().quarantined == 2, "it had begun before"
+    engine.scheduler.finish_requests("runs", RequestStatus.FINISHED_ABORTED)
+    assert not engine.step().total_num_scheduled_tokens
     assert engine.own.pool.counts().quarantined == 2
+    engine.ask("computes", PROMPT[:10], tokens=100)
     engine.step()
     counts = engine.own.pool.counts()
     assert (counts.quarantined, counts.filling, counts.ready) == (0, 0, 0)

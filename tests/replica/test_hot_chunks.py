@@ -57,14 +57,17 @@ class Granting:
         fetch.state = FetchState.COMMITTED
 
 
-async def test_what_the_pool_has_already_does_not_end_a_copy() -> None:
+async def test_a_copy_goes_on_behind_what_the_pool_has_and_fills_free_rows_only() -> None:
     pool, keys = Pool(1000), fresh_keys(2 * BATCH + 10)
     for row in pool.reserve(keys[:BATCH]).rows:
         pool.commit(row)
     fetcher = cast(Fetcher, Granting(pool))
-    assert await copy_rows(fetcher, "donor", keys, time.monotonic() + 60) == BATCH + 10
+    deadline = time.monotonic() + 60
+    assert await copy_rows(fetcher, "donor", keys, deadline) == BATCH + 10
     origins = [row.origin for row in map(pool.lookup, keys) if row is not None]
     assert origins == [None] * BATCH + ["donor"] * (BATCH + 10)
+    assert await copy_rows(fetcher, "donor", fresh_keys(1000), deadline) == 1000 - len(keys)
+    assert pool.counts() == (1000, 1000, 0, 0, 0)
 
 
 def test_uses_at_all_peers_count_together() -> None:
