@@ -120,7 +120,7 @@ class Row(NamedTuple):
     section: str
     name: str
     server: str
-    """Where it was tried; empty in a section that says it of all its rows."""
+    """The servers with which it was tried; empty in a section that says it of all its rows."""
     state: str
 
 

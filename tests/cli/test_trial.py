@@ -119,7 +119,7 @@ def test_a_wrong_answer_does_not_help(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_reusing_may_round_otherwise_than_computing() -> None:
-    """As long as a replica's own cache gives the same answer as another's."""
+    """It is not wrong if a replica's own cache gives the same answer as another's."""
     tested = StandIn(Answer("rounded", 0.5, 3000, "remote"), own="rounded")
     assert conclude(tested, 3)[0] == 0
 

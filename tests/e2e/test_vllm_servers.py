@@ -34,17 +34,18 @@ PROGRAMS = Path(sys.executable).parent
 XAVIER = PROGRAMS / "xinference-xavier"
 BY_FLAG, BY_ROUTE = "by-flag", "by-route"
 TOLERANCE = 2e-3
-"""Of log-probabilities. With these adapters, vLLM by itself differs by 0.0006 between computing a
-prompt and finding it in its own prefix cache; the two adapters differ by more than 1."""
+"""The largest difference of log-probabilities. With these adapters, vLLM by itself differs by 0.0006
+between computing a prompt and finding it in its own prefix cache; the two adapters differ by more
+than 1."""
 ROWS = 20
-"""Of a document's table: about 1,000 tokens."""
+"""A document's table has as many: about 1,000 tokens."""
 END_TIMEOUT = 60.0
 
 
 class Answer(NamedTuple):
     text: str
     logprobs: list[float]
-    """Of the tokens that were chosen."""
+    """Those of the tokens that were chosen."""
     prompt: int
     cached: int
     """Tokens of the prompt, and those that were reused."""

@@ -26,7 +26,7 @@ def test_until_another_request_needs_them(
         ends[name] = key_positions(engine.own.manager.requests[name].context)
 
     def chunks(name: str, probation: bool) -> list[int]:
-        """Where the request's chunks of all groups end."""
+        """The ends of the request's chunks, of all groups."""
         rows = (row for row in engine.own.pool.rows() if row.probation == probation)
         return sorted({ends[name][row.key] for row in rows if row.key in ends[name]})
 

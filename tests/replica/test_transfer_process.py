@@ -172,7 +172,7 @@ def test_it_ends_when_its_engine_ends(region: Region, answer_was_read: bool) -> 
 async def test_a_pull_that_takes_too_long_returns_only_when_its_process_has_ended(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then, the process may write to the rows."""
+    """The process may write to the rows until then."""
     monkeypatch.setattr(process_module, "_GRACE", 0.0)
     process = TransferProcess(
         region, incarnation="a", host=HOST, port_range=None, transports=(NONE,)

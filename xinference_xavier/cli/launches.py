@@ -80,7 +80,7 @@ class SavedLaunch(NamedTuple):
 
 
 def _built_in(options: Mapping[str, Any]) -> str:
-    """As xinference reads it, for which any text switches its Xavier on."""
+    """What xinference makes of it: any text switches its Xavier on."""
     return "the built-in Xavier" if options.get(ENABLE) else "nothing"
 
 
