@@ -34,9 +34,9 @@ PROGRAMS = Path(sys.executable).parent
 XAVIER = PROGRAMS / "xinference-xavier"
 BY_FLAG, BY_ROUTE = "by-flag", "by-route"
 TOLERANCE = 2e-3
-"""The largest difference of log-probabilities. With these adapters, vLLM by itself differs by 0.0006
-between computing a prompt and finding it in its own prefix cache; the two adapters differ by more
-than 1."""
+"""The largest difference of log-probabilities. With these adapters, vLLM by itself differs by
+0.0006 between computing a prompt and finding it in its own prefix cache; the two adapters differ by
+more than 1."""
 ROWS = 20
 """A document's table has as many: about 1,000 tokens."""
 END_TIMEOUT = 60.0
