@@ -75,12 +75,12 @@ def divides(cluster: LocalCluster) -> bool:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_one_replica_computes_and_another_answers(model: LocalCluster, path: str) -> None:
-    """A replica that falls behind its forecast is not waited for: another document is tried."""
+    """Another document is tried while the prefill replica would not be sooner, and after one with
+    which it fell behind its forecast: it is not waited for then."""
 
     def is_fetched() -> bool:
         answer = post(model, path, document(next(UNUSED), ROWS), 8)
-        assert route_of(answer) == (DECODE, "prefill")
-        return cached_tokens(answer) > 2000
+        return route_of(answer) == (DECODE, "prefill") and cached_tokens(answer) > 2000
 
     wait_until(is_fetched, "the prefill replica keeps to its forecast")
 
