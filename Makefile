@@ -59,7 +59,7 @@ help:
 	@echo "make unit    tests of modules, in parallel: two minutes"
 	@echo "make test-e2e  tests that start replicas and servers (test-replicas), vLLM engines and xinference (test-engines)"
 	@echo "make coverage  how much of the package make unit COVERAGE=1 ran; fails below 90 %"
-	@echo "make mutations  whether the unit tests catch faults that are put into the package, a quarter of an hour (NUMBERS='3 …')"
+	@echo "make mutations  whether the unit tests catch faults that are put into the package, ten minutes (NUMBERS='3 …')"
 	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=… TRANSPORT=nixl)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
