@@ -81,6 +81,7 @@ READING_CALLS = {
     "get_encoder_timing_stats",
     "get_model_inspection",
     "init_weight_transfer_engine",
+    "release_late_interaction_query_cache",
     "save_tensorized_model",
     "shutdown_weight_transfer_engine",
 }
