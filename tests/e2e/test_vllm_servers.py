@@ -45,7 +45,7 @@ END_TIMEOUT = 60.0
 class Answer(NamedTuple):
     text: str
     logprobs: list[float]
-    """Those of the tokens that were chosen."""
+    """The log-probabilities of the tokens that were chosen."""
     prompt: int
     cached: int
     """Tokens of the prompt, and those that were reused."""

@@ -389,7 +389,7 @@ class TestRequest:
         vllm.stored(request, vllm.begin_store(request, keys))
         vllm.finish(request)
         results = scene.probes.work()
-        assert [each.key for each in results] == [] if overtaken else [b"canary/128"]
+        assert [each.key for each in results] == ([] if overtaken else [b"canary/128"])
         assert vllm.tier.fetches == []
         assert vllm.tier.stored_rows == []
         assert vllm.pool.lookup(keys[0]) is None

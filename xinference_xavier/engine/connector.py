@@ -147,7 +147,8 @@ class XavierConnector(WorkerSide):
         self._manager.rejoin(weight_version)
 
     def _leave_weights(self, cause: str) -> None:
-        logger.info("weights may have changed, so the pool is emptied: cause=%s", cause)
+        if not self._is_reset:  # else it is one more call of many for one change
+            logger.info("weights may have changed, so the pool is emptied: cause=%s", cause)
         self._manager.prefix_cache_is_stale = True
         self.reset_cache()
 

@@ -172,7 +172,7 @@ class Probes:
         self._epoch = 0  # resets
         self._running: Probe | None = None
         self._asked: dict[str, Probe] = {}
-        """By salt. A reset may overtake a request, which is that of a probe all the same."""
+        """Probes by salt. A reset may overtake the request of one."""
         self._candidate: Probe | None = None
         self._audited = 0  # tokens
         self._deep = False  # whether the next audit may be

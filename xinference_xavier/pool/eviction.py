@@ -153,7 +153,7 @@ def _put_back(segment: OrderedDict[bytes, R], oldest: R) -> None:
 
 
 class Generations:
-    """Whether prompts have what was generated for the prompts before them.
+    """Notices whether prompts have what was generated for the prompts before them.
 
     They have it where a chat's history has each answer as it was. Most chat templates leave out
     reasoning, and then the keys of all that follows are others.

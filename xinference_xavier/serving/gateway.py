@@ -28,7 +28,7 @@ DEADLINE = 10.0
 
 
 MayAsk = Callable[[str], bool]
-"""Whether a caller may ask the model of that uid."""
+"""Tells whether a caller may ask the model of a uid."""
 
 
 class ModelReport(NamedTuple):

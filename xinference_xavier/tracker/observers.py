@@ -35,7 +35,7 @@ class Loads:
         self._prompts: deque[tuple[int, ScheduledPrompt]] = deque()
         self._prompt_bytes = 0
         self.draining: dict[str, float] = {}
-        """Until when, by incarnation."""
+        """The time at which each drain ends, by incarnation."""
 
     def report(
         self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt], now: float
@@ -64,7 +64,7 @@ class Loads:
 
     @property
     def routing(self) -> str:
-        """As the replicas were launched; empty before their first report."""
+        """The mode with which the replicas were launched; empty before their first report."""
         return next((each.load.serving.routing for each in self._latest.values()), "")
 
     def drain_s(self, incarnation: str) -> float:
