@@ -20,6 +20,7 @@ from xinference_xavier.stats.schema import (
     Histogram,
     ModelStatus,
     PoolStats,
+    Predictions,
     RoutingStats,
 )
 
@@ -126,12 +127,17 @@ def _routing(stats: RoutingStats) -> Iterator[str]:
     sent += [f"{count:,} {what}" for what, count in others.items() if count]
     yield f"Routing {stats.mode}: {', '.join(sent) or 'no requests yet'}."
     if stats.first_bytes:
-        told = "; ".join(
-            f"{reason}, predicted {_quantiles(each.predicted)}, actual {_quantiles(each.actual)}, "
-            f"error {_quantiles(each.error)}"
-            for reason, each in stats.first_bytes.items()
-        )
+        told = "; ".join(f"{reason}, {_told(each)}" for reason, each in stats.first_bytes.items())
         yield f"First byte, forecast and actual, in seconds ({_SHARES_TOLD}): {told}."
+        rest = _told(stats.decodes)
+        yield f"From there to the last byte, in seconds ({_SHARES_TOLD}): {rest}."
+
+
+def _told(found: Predictions) -> str:
+    return (
+        f"predicted {_quantiles(found.predicted)}, actual {_quantiles(found.actual)}, "
+        f"error {_quantiles(found.error)}"
+    )
 
 
 def _remarks(model: ModelStatus) -> list[str]:

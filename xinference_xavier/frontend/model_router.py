@@ -1,42 +1,39 @@
 """Sends the requests of each model to its replicas; they wait while all are at their limit.
 
-A request belongs to one `Route` from its arrival to the end of its answer. Whatever cannot be
-decided here is left to the caller, who has a way of its own. The model's tracker keeps its router
-informed (`Routers`). No request waits for a tracker: a model's first requests are not routed.
+A request is one `Route` from its arrival to the end of its answer. Whatever cannot be decided here
+is left to the caller, who has a way of its own.
 
 Threading: one event loop.
 """
 
 import asyncio
-import itertools
-import logging
 import math
 import random
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from enum import Enum, auto
 from typing import Any, NoReturn
 
-from xinference_xavier.errors import NotFoundError
+from cachetools import LRUCache
+
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.load import (
-    Elsewhere,
     Load,
     Observation,
+    ReplicaLoad,
+    RequestReport,
     Serving,
     check_observation,
     reported_id,
-    with_mark,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack, without_rank
-from xinference_xavier.routing.choice import Choice, Chunks
-from xinference_xavier.routing.load import Rates, Report
-from xinference_xavier.routing.router import Queue, Router
+from xinference_xavier.routing.answers import MAX_SESSIONS
+from xinference_xavier.routing.forecast import Chunks
+from xinference_xavier.routing.replica import Rates, Replica, Report, Step
+from xinference_xavier.routing.route import Choice, Queue, Route, State
+from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text, Texts
-from xinference_xavier.runtime.aio import CANCEL_GRACE, within
-from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import KnownLoad, RoutingStats
 
 PATIENCE = 30.0
@@ -46,8 +43,11 @@ CLOSED = 30.0
 a while after the process is gone that requests go through."""
 NOT_YET = 1.0
 """The same for one that does not serve, because it may have just started."""
-MAX_SESSIONS = 10_000
-MAX_NAMES = 100_000
+MAX_NAMED = 200_000
+"""Pieces of text of the requests that replicas may still report."""
+_NAMED = 20  # pieces that a request without text counts for
+MAX_ANSWER = 1 << 20
+"""Tokens; a larger limit of an answer is none."""
 NO_TEXT = Text(0, ())
 AT_LIMIT = "Rate limit reached: all replicas are at their request limit; try again later"
 """Begins like a refusal of xinference's own, because its handlers know one by that."""
@@ -69,70 +69,6 @@ class Failure(Enum):
     NOT_SERVING = auto()  # it reports, but xinference does not admit it: not yet, or no longer
 
 
-@dataclass(eq=False)
-class Route:
-    """Where a request goes, and why. `lost` is set when its replica is lost. A `whole` request is
-    never divided: the replica that answers it prefills it, too."""
-
-    request: str
-    text: Text
-    session: str
-    whole: bool
-    arrived: float
-    """Its place in the queue."""
-    choice: Choice = field(init=False)
-    replica: str = field(init=False)
-    """xinference's name for it."""
-    elsewhere: Elsewhere | None = None
-    """The replica that prefills it, for the one that answers."""
-    mark_key: str = ""
-    """The mark key of the replica that answers."""
-    prefill_replica: str = ""
-    """xinference's name for that."""
-    prefill: asyncio.Future[None] | None = None
-    at_end: list[Callable[[], object]] = field(default_factory=list)
-    """What ends with the request."""
-    retry_after: int = 0
-    """Seconds after which the client may ask again, if the request was refused."""
-    sent: float = 0.0
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def go(self, choice: Choice, replicas: Mapping[str, str], now: float) -> None:
-        """Send the request to the choice. `replicas` are xinference's names by incarnation."""
-        self.choice, self.replica = choice, replicas[choice.replica]
-        if (prefill := choice.prefill) is not None:
-            self.elsewhere, self.prefill_replica = Elsewhere(*prefill), replicas[prefill.replica]
-        self.sent, self.lost = now, asyncio.Event()
-
-    def marked(self, name: str) -> str:
-        """The request's `name` for the replica that answers it."""
-        if self.elsewhere is None or self.elsewhere.replica == self.choice.replica:
-            return name
-        return with_mark(name, self.elsewhere, self.mark_key)
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers: where the request went, and why, in seconds."""
-        if self.retry_after:
-            return [(b"retry-after", str(self.retry_after).encode())]
-        terms = self.choice.terms._asdict().items()
-        reason = "; ".join((self.choice.reason, ", ".join(f"{n}={v:.3f}" for n, v in terms)))
-        return [(b"x-xavier-replica", self.replica.encode()), (b"x-xavier-route", reason.encode())]
-
-
-class _Latest(OrderedDict[str, str]):
-    """The latest entries."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def put(self, name: str, value: str) -> None:
-        self[name] = value
-        self.move_to_end(name)
-        if len(self) > self._most:
-            self.popitem(last=False)
-
-
 def _group(incarnation: str, replica: str) -> str:
     """What the ranks of a data-parallel replica have in common: process and request limit."""
     whole = without_rank(replica)
@@ -151,19 +87,16 @@ class ModelRouter:
         """The version of the loads that were observed last."""
         self._clock = clock
         self._source = source or random.Random()
-        self._numbers = itertools.count()
         self._serving: Serving | None = None
         self._router: Router
         self._texts: Texts
-        self._queue = Queue(0, PATIENCE)
+        self._queue = Queue(PATIENCE)
         self._closed = False
-        self._waiting: dict[str, tuple[Route, asyncio.Future[bool]]] = {}
-        self._replicas: dict[str, str] = {}  # names, by incarnation
-        self._mark_keys: dict[str, str] = {}  # by incarnation
-        self._routes: dict[str, Route] = {}
         # Requests by the ids that replicas know, also those that have ended: they may be reported.
-        self._names = _Latest(MAX_NAMES)
-        self._sessions = _Latest(MAX_SESSIONS)  # incarnations
+        self._named: LRUCache[str, Route] = LRUCache(
+            MAX_NAMED, lambda route: _NAMED + len(route.text.hashes)
+        )
+        self._sessions: LRUCache[str, str] = LRUCache(MAX_SESSIONS)  # incarnations
 
     # -- what the tracker says ---------------------------------------------------------------
 
@@ -173,30 +106,17 @@ class ModelRouter:
         if good.update is not None:
             yield from self.mirror.apply_in_pieces(good.update)
         now = self._clock()
-        known = {each.incarnation for each in good.loads}
-        gone = self._replicas.keys() - known if good.complete else good.gone
-        for incarnation in [*gone]:
-            self._lost(incarnation)
-        for incarnation, replica, age, load, draining in good.loads:
-            if self._serving is None:
-                self._begin(load.serving)
-            self._replicas[incarnation] = replica
-            self._mark_keys[incarnation] = load.serving.mark_key
-            limit = load.serving.request_limit
-            report = self._report(load, now - age)
-            self._router.loads.report(
-                incarnation,
-                report,
-                limit=math.inf if limit is None else limit,
-                group=_group(incarnation, replica),
-            )
-            self._router.loads.drain(incarnation, draining)
-        for prompt in good.prompts:
-            request = self._names.get(prompt.request)
-            if request is not None:
-                keys = unpack(prompt.keys, SHORT_KEY)
-                self._texts.scheduled(request, prompt.tokens, keys)
-                self._router.scheduled(request, keys, now)
+        if self._serving is None and good.loads:
+            self._begin(good.loads[0].load.serving)
+        if self._serving is not None:
+            known = {each.incarnation for each in good.loads}
+            gone = self._router.replicas.keys() - known if good.complete else good.gone
+            for incarnation in [*gone]:
+                self._lose(incarnation)
+            for each in good.loads:
+                self._report(each, now)
+            for request in good.requests:
+                self._learn(request, now)
         self.version = good.version
         self.admit()
 
@@ -207,28 +127,54 @@ class ModelRouter:
         self._texts = Texts(serving.chunk_tokens)
         self._queue.bound = serving.queue
 
-    def _report(self, load: Load, made: float) -> Report:
-        sent = {self._names[name] for name in load.known if name in self._names}
-        running = sent & self._routes.keys()
+    def _report(self, told: ReplicaLoad, now: float) -> None:
+        incarnation, serving = told.incarnation, told.load.serving
+        report = self._report_of(told.load, now - told.age)
+        replica = self._router.replicas.get(incarnation)
+        if replica is None:
+            group = _group(incarnation, told.replica)
+            replica = Replica(incarnation, told.replica, group, report, serving.mark_key)
+        replica.draining = told.draining
+        replica.limit = math.inf if serving.request_limit is None else serving.request_limit
+        self._router.report(replica, report)
+
+    def _report_of(self, load: Load, made: float) -> Report:
+        sent = {self._named[name] for name in load.known if name in self._named}
+        running = {route for route in sent if route.state is not State.ENDED}
         return Report(
             made,
             load.prefill_tokens,
             load.prefill_s,
             load.requests - len(sent - running),
-            None if load.rates is None else Rates(*load.rates),
-            math.inf if load.free_tokens is None else load.free_tokens,
+            load.decoding,
             running,
+            None if load.rates is None else Rates(*load.rates),
+            None if load.step is None else Step(*load.step),
+            _or_endless(load.serving.slots),
+            _or_endless(load.free_tokens),
+            _or_endless(load.kv_tokens),
             load.serving.role,
             load.retention_s,
         )
 
-    def _lost(self, incarnation: str) -> None:
-        self._replicas.pop(incarnation, None)
-        self._mark_keys.pop(incarnation, None)
-        if self._serving is None:
+    def _learn(self, told: RequestReport, now: float) -> None:
+        route = self._named.get(told.request)
+        if route is None:
             return
-        for request in self._router.lost(incarnation):
-            self._routes[request].lost.set()
+        if told.answer is not None:
+            self._router.answers.learn(route.session, route.limit, told.answer)
+            return
+        keys = unpack(told.keys, SHORT_KEY)
+        self._texts.learn(route.text, told.tokens, keys)
+        self._router.scheduled(route, keys, now)
+
+    def _lose(self, incarnation: str) -> None:
+        replica = self._router.replicas.get(incarnation)
+        for route in self._router.lose(incarnation):
+            route.lost.set()
+        names = {each.uid for each in self._router.replicas.values()}
+        if replica is not None and replica.uid not in names:
+            self.counts.replicas.pop(replica.uid, None)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -238,31 +184,45 @@ class ModelRouter:
         launched = "" if self._serving is None else self._serving.routing
         return self.mirror.settings.routing or launched
 
-    async def route(
-        self, text: Text = NO_TEXT, session: str = "", *, whole: bool = True
+    def open(
+        self, text: Text = NO_TEXT, session: str = "", *, limit: int = 0, whole: bool = True
     ) -> Route | None:
-        """Choose a replica, if need be once one accepts the request. None where requests are not
-        routed: routing is off, or no replica is known. Unless it is `whole`, another replica may
-        prefill it.
+        """A request has arrived. None where requests are not routed: routing is off, or no replica
+        is known. Unless it is `whole`, another replica may prefill it.
 
-        Call `end` when the request is over. Raises QueueFullError.
+        Whoever opens a route ends it: see `end`.
         """
         if self.routing == "off" or not self._accepts():
             self.counts.unrouted += 1
             return None
-        route = Route(f"{next(self._numbers)}", text, session, whole, self._clock())
+        limit = limit if limit <= MAX_ANSWER else 0
+        route = Route(text, session, limit, whole, self._clock())
+        self._router.routes.add(route)
+        return route
+
+    async def place(self, route: Route) -> bool:
+        """Send the request to the best replica, if need be once one accepts it. False if it goes in
+        turn, because no replica works any more. Raises QueueFullError."""
+        if self._queue.first is None and self._send(route):
+            return True
+        if not self._queue.join(route):
+            self.refuse(route)
+        route.admitted = asyncio.get_running_loop().create_future()
+        if self._queue.first is route:  # it has come back
+            self.admit()
         try:
-            placed = await self._place(route)
-        except BaseException:  # the client may go at the moment at which it gets its turn
-            self.end(route)
-            raise
-        return route if placed else None
+            async with asyncio.timeout(self._queue.patience - (self._clock() - route.arrived)):
+                return await route.admitted
+        except TimeoutError:
+            self.refuse(route)
+        finally:
+            self._queue.leave(route)
 
     def _accepts(self) -> bool:
         """Whether there is a replica that reports and works, even if it is at its limit."""
         if self._closed or self._serving is None:
             return False
-        return self._router.loads.works(self._clock())
+        return self._router.works(self._clock())
 
     def close(self) -> None:
         """Another router takes its place. Requests are no longer routed here, those that wait
@@ -270,120 +230,98 @@ class ModelRouter:
         self._closed = True
         self.admit()
 
-    async def move(self, route: Route, failure: Failure = Failure.LOST) -> bool:
+    async def move(self, route: Route, failure: Failure) -> bool:
         """The replica failed the request. True if the request was sent to another, as may happen
-        once, and only before any of the answer has arrived. One that its replica did not get keeps
-        this chance and its place in the queue. Raises QueueFullError."""
-        now, begun = self._clock(), failure is not Failure.NOT_SERVING
-        group = _group(route.choice.replica, route.replica)
-        movable = route.lost.is_set() or self._router.failed(route.request, begun=begun)
+        once for a replica that is lost, and only before any of the answer has arrived. One that its
+        replica did not take keeps its place in the queue. Raises QueueFullError."""
+        now, replica = self._clock(), route.choice.forecast.replica
+        self._router.leave(route)
         if failure is Failure.FULL:
-            self._router.loads.fill(group)
+            self._router.fill(replica.group)
         else:
-            self._router.loads.close(group, now + (CLOSED if begun else NOT_YET))
-        if begun:
-            route.arrived = now
-        if not movable or now > route.arrived + self._queue.patience or not self._accepts():
+            lost = failure is Failure.LOST
+            self._router.close(replica.group, now + (CLOSED if lost else NOT_YET))
+        if route.state is not State.WAITING:
+            return False
+        if failure is Failure.LOST:
+            if route.moved:
+                return False
+            route.moved, route.arrived = True, now
+        if now > route.arrived + self._queue.patience or not self._accepts():
             return False
         self.counts.moved += 1
-        return await self._place(route)
+        return await self.place(route)
 
     def named(self, route: Route, name: str) -> None:
         """The replica knows the request as `name`."""
-        self._names.put(reported_id(name), route.request)
+        self._named[reported_id(name)] = route
 
     def answered(self, route: Route, streamed: bool) -> None:
         """The first of the answer has arrived, or all of it."""
-        self._router.answered(route.request)
+        self._router.answered(route, self._clock())
         if streamed:
             choice = route.choice
-            self.counts.answered(choice.reason, sum(choice.terms), self._clock() - route.sent)
+            waited = route.answered - route.sent
+            self.counts.answered(choice.reason, choice.terms.first_token, waited)
+
+    def completed(self, route: Route) -> None:
+        """The last of a streamed answer has arrived."""
+        self.counts.decodes.observe(route.choice.terms.decode, self._clock() - route.answered)
 
     def prefilled(self, route: Route, failed: bool) -> None:
         """The prefill elsewhere has ended."""
         self.counts.failed_prefills += failed
-        self._router.prefilled(route.request)
+        self._router.prefilled(route)
 
     def end(self, route: Route) -> None:
-        """The request has been answered, has failed, or its client has gone."""
+        """The request has been answered, has failed, or its client has gone. It leaves nothing."""
         for ends in route.at_end:
             ends()
         route.at_end.clear()
-        self._router.ended(route.request)
-        self._routes.pop(route.request, None)
+        self._queue.leave(route)
+        self._router.end(route)
         self.admit()
 
     # -- choosing and waiting ------------------------------------------------------------------
-
-    async def _place(self, route: Route) -> bool:
-        """False if the router is closed meanwhile. Raises QueueFullError."""
-        if self._queue.first or not self._send(route):
-            return await self._wait(route)
-        return True
 
     def _send(self, route: Route) -> bool:
         """Send the request to the best replica; False if none accepts a request now."""
         now = self._clock()
         whole = route.whole or route.elsewhere is not None
-        choice = self._choose(route.text, route.session, now, whole)
+        choice = self._choose(route, now, whole)
         if choice is None:
             return False
-        route.go(choice, self._replicas, now)
-        route.mark_key = self._mark_keys[choice.replica]
-        self._router.sent(route.request, choice, now)
-        self._texts.sent(route.request, route.text)
-        self._routes[route.request] = route
+        self._router.send(route, choice, now)
         self.counts.sent(choice.reason, route.replica)
         if route.session:
-            self._sessions.put(route.session, choice.replica)
+            self._sessions[route.session] = choice.replica
         return True
 
-    def _choose(self, text: Text, session: str, now: float, whole: bool) -> Choice | None:
-        prompt = self._texts.prompt(text)
+    def _choose(self, route: Route, now: float, whole: bool) -> Choice | None:
+        prompt = self._texts.prompt(route.text)
         if self.routing != "auto":
             prompt = prompt._replace(keys=())
-        last = self._sessions.get(session, "")
-        return self._router.choose(prompt, now, preferred=last, whole=whole)
-
-    async def _wait(self, route: Route) -> bool:
-        if not self._queue.join(route.request, route.arrived):
-            self.refuse(route)
-        left = self._queue.patience - (self._clock() - route.arrived)
-        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting[route.request] = route, admitted
-        if self._queue.first == route.request:  # it has come back
-            self.admit()
-        try:
-            async with asyncio.timeout(left):
-                return await admitted
-        except TimeoutError:
-            self.refuse(route)
-        finally:
-            del self._waiting[route.request]
-            self._queue.leave(route.request)
+        answer = self._router.answers.expected(route.session, route.limit)
+        last = self._sessions.get(route.session, "")
+        return self._router.choose(prompt._replace(answer=answer), now, preferred=last, whole=whole)
 
     def admit(self) -> None:
         """Send waiting requests as long as replicas accept them. Where none works any more, they go
         in turn."""
-        if self._queue.first and not self._accepts():
-            for request, (_, admitted) in self._waiting.items():
-                self._queue.leave(request)
-                if not admitted.done():
-                    admitted.set_result(False)
-        while self._queue.first:
-            route, admitted = self._waiting[self._queue.first]
+        works = self._queue.first is None or self._accepts()
+        while (route := self._queue.first) is not None:
             try:
-                if not self._send(route):
+                if works and not self._send(route):
                     return
             except Exception as error:  # only of this request, not of the one that has ended
-                self._queue.leave(route.request)
-                if not admitted.done():
-                    admitted.set_exception(error)
+                self._queue.leave(route)
+                _settle(route, error)
                 continue
-            self.counts.waited += 1
-            self.counts.waited_s += self._queue.admit(self._clock())
-            if not admitted.done():
-                admitted.set_result(True)
+            waited = self._queue.admit(self._clock())
+            if works:
+                self.counts.waited += 1
+                self.counts.waited_s += waited
+            _settle(route, works)
 
     def refuse(self, route: Route) -> NoReturn:
         """No replica accepts the request. Raises QueueFullError."""
@@ -393,22 +331,9 @@ class ModelRouter:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def explain(self, text: Text) -> dict[str, dict[str, Any]]:
-        """The forecast for a prompt, in seconds, by replica, of those that would answer a request;
-        and which replica would prefill it, if that is another one."""
-        if self._serving is None:
-            return {}
-        choice = self._choose(text, "", self._clock(), whole=False)
-        return {} if choice is None else choice.explained(self._replicas)
-
     def loads(self) -> dict[str, KnownLoad]:
-        """What the replicas have to do whose load is known now."""
-        known = {} if self._serving is None else self._router.loads.known(self._clock())
-        return {
-            self._replicas[name]: each
-            for name, each in known.items()
-            if math.isfinite(each.backlog_s)
-        }
+        """What the replicas have to do whose load is known now, by xinference's name."""
+        return {} if self._serving is None else self._router.known(self._clock())
 
     def report(self) -> dict[str, Any]:
         """What `RoutingStats` is read from; JSON-able."""
@@ -416,86 +341,15 @@ class ModelRouter:
         return asdict(replace(self.counts, mode=self.routing, waiting=waiting, loads=loads))
 
 
-logger = logging.getLogger(__name__)
-
-WATCH = 10.0
-"""Seconds that an observation may wait for news."""
-_DEADLINE = 5.0
-_PIECE_PAUSE = 0.0005
-_MIN_BACKOFF, _MAX_BACKOFF = 0.1, 2.0
-_ASK_AGAIN = 2.0
-"""Seconds after which a model that did not share is looked for again."""
-_MAX_ABSENT = 1000
-
-Find = Callable[[str], Awaitable[Any]]
-"""Returns a reference to the tracker of a model. Raises NotFoundError for one that does not
-share."""
+def _or_endless(count: int | None) -> float:
+    return math.inf if count is None else count
 
 
-class Routers:
-    def __init__(self, find: Find) -> None:
-        self._find = find
-        self._log = RateLimitedLog(logger)
-        self._routers: dict[str, ModelRouter] = {}
-        self._looking: dict[str, asyncio.Future[None]] = {}
-        self._absent: dict[str, float] = {}  # until when, by model uid
-
-    def get(self, model_uid: str) -> ModelRouter | None:
-        """None while the model is not known to share; it is looked for in the background."""
-        router = self._routers.get(model_uid)
-        if model_uid not in self._looking and time.monotonic() >= self._absent.get(model_uid, 0.0):
-            self._looking[model_uid] = asyncio.ensure_future(self._run(model_uid))
-        return router
-
-    async def close(self) -> None:
-        """End all observations, and leave the trackers time to hear of it."""
-        for looking in self._looking.values():
-            looking.cancel()
-        await asyncio.sleep(CANCEL_GRACE)
-
-    async def _run(self, model_uid: str) -> None:
-        """Observe the model until it no longer shares."""
-        try:
-            await self._observe(model_uid)
-        except NotFoundError:
-            self._absent[model_uid] = time.monotonic() + _ASK_AGAIN
-            if len(self._absent) > _MAX_ABSENT:
-                del self._absent[next(iter(self._absent))]
-        finally:
-            del self._looking[model_uid]
-            if (router := self._routers.pop(model_uid, None)) is not None:
-                router.close()
-
-    async def _observe(self, model_uid: str) -> None:
-        router, backoff = ModelRouter(), _MIN_BACKOFF
-        while True:
-            try:
-                tracker = await self._find(model_uid)
-                while True:
-                    if not await observe(tracker, router):
-                        router.close()
-                        router = ModelRouter()
-                        continue
-                    self._routers[model_uid] = router
-                    backoff = _MIN_BACKOFF
-            except NotFoundError:
-                raise
-            except Exception:
-                router.counts.failures += 1
-                router.admit()  # what is known of the replicas may have expired
-                self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(_MAX_BACKOFF, 2 * backoff)
-
-
-async def observe(tracker: Any, router: ModelRouter) -> bool:
-    """Let `router` know what is new. Waits for news. False if this is another tracker than before:
-    the model may have been launched again, with other settings."""
-    mirror = router.mirror
-    call = tracker.observe(mirror.epoch, mirror.revision, router.version, WATCH)
-    news = await within(WATCH + _DEADLINE, call)
-    if news.complete and router.version:
-        return False
-    for _ in router.observe(news):
-        await asyncio.sleep(_PIECE_PAUSE)
-    return True
+def _settle(route: Route, result: bool | Exception) -> None:
+    """The request waits no longer, if anybody still waits for it."""
+    if route.admitted is None or route.admitted.done():
+        return
+    if isinstance(result, Exception):
+        route.admitted.set_exception(result)
+    else:
+        route.admitted.set_result(result)

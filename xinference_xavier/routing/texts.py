@@ -17,19 +17,18 @@ Pure; belongs to one thread.
 
 import hashlib
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from xinference_xavier.routing.choice import Prompt
+from cachetools import LRUCache
+
+from xinference_xavier.routing.forecast import Prompt
 
 PIECE = 512
 """Bytes of UTF-8."""
 MAX_PIECES = 200_000
-"""Pieces remembered, about 100 MB of text, evicted least recently used first. A second budget of
-the same size covers requests that no replica has reported yet."""
-MAX_UNDERWAY = 10_000
+"""Pieces remembered, about 100 MB of text, evicted least recently used first."""
 _BYTES_PER_TOKEN = 4.0  # before the first report
 _TOKENS = 1000.0  # that this counts for
 _LEAST, _MOST = 1.0, 16.0  # bytes of a token; anything else is no text
@@ -111,16 +110,13 @@ class Texts:
         self._chunk_tokens = chunk_tokens
         self._bytes_per_token = _Ratio(_BYTES_PER_TOKEN, _TOKENS, _LEAST, _MOST)
         self._tokens_per_medium = _Ratio(_MEDIUM_TOKENS, _MEDIA, 0.0, _MOST_MEDIUM)
-        self._pieces: OrderedDict[bytes, _Known] = OrderedDict()  # by hash
-        self._underway: OrderedDict[str, Text] = OrderedDict()
-        self._underway_pieces = 0
+        self._pieces: LRUCache[bytes, _Known] = LRUCache(MAX_PIECES)  # by hash
 
     def prompt(self, text: Text) -> Prompt:
         """What `text` will be as a prompt, as far as is known."""
         known, tokens, learned = self._beginning(text)
         for piece in text.hashes[:known]:
-            if piece in self._pieces:
-                self._pieces.move_to_end(piece)
+            self._pieces.get(piece)  # it is used
         keys = [*learned[: int(tokens) // self._chunk_tokens]]
         step = max(1, round(self._chunk_tokens * _BYTES_PER_TOKEN / PIECE))
         new = (n for n in range(known + 1, len(text.hashes) + 1) if n % step == 0)
@@ -145,34 +141,16 @@ class Texts:
             of_media = (known.tokens - of_text) / known.media
         return number, of_text * length / known.length + of_media * media, known.keys
 
-    def sent(self, request: str, text: Text) -> None:
-        """A replica will report the request, perhaps after its answer, and not if it fails."""
-        self._forget(request)
-        self._underway[request] = text
-        self._underway_pieces += len(text.hashes)
-        while len(self._underway) > MAX_UNDERWAY or self._underway_pieces > MAX_PIECES:
-            self._forget(next(iter(self._underway)))
-
-    def _forget(self, request: str) -> Text | None:
-        text = self._underway.pop(request, None)
-        if text is not None:
-            self._underway_pieces -= len(text.hashes)
-        return text
-
-    def scheduled(self, request: str, tokens: int, keys: Sequence[bytes]) -> None:
-        """A replica's report; ignored if this router did not send the request."""
-        text = self._forget(request)
-        if text is None or not tokens or not text.length:
+    def learn(self, text: Text, tokens: int, keys: Sequence[bytes]) -> None:
+        """A replica has rendered the text to a prompt of so many tokens, with these keys."""
+        if not tokens or not text.length:
             return
-        self._learn(text, tokens)
+        self._learn_ratios(text, tokens)
         known = _Known(tokens, keys, text.length, len(text.media))
         for piece in text.hashes:
             self._pieces[piece] = known
-            self._pieces.move_to_end(piece)
-        while len(self._pieces) > MAX_PIECES:
-            self._pieces.popitem(last=False)
 
-    def _learn(self, text: Text, tokens: int) -> None:
+    def _learn_ratios(self, text: Text, tokens: int) -> None:
         if not text.media:
             self._bytes_per_token.add(text.length, tokens)
             return

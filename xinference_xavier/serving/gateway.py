@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import xoscar as xo
 
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.frontend.model_router import Routers
+from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.aio import UNREACHABLE, retrieve, within

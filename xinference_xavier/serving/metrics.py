@@ -41,9 +41,9 @@ from xinference_xavier.stats.schema import (
     PREFIX_STATES,
     ROLLED_BACK,
     FetchStats,
-    FirstBytes,
     Histogram,
     ModelStatus,
+    Predictions,
     ReplicaStatus,
     RoutingStats,
     TrackerStats,
@@ -122,9 +122,11 @@ def _engine(model_uid: str, name: str) -> tuple[str, str]:
     return seam.replica_index(model_uid, replica), rank
 
 
-def _first_bytes(which: str, model: ModelStatus) -> _ByLabels:
-    known, none = model.routing.first_bytes, FirstBytes()
-    return {(each,): _cumulative(getattr(known.get(each, none), which)) for each in CHOICES}
+def _predictions(which: str, model: ModelStatus) -> _ByLabels:
+    routing, none = model.routing, Predictions()
+    known = {each: routing.first_bytes.get(each, none) for each in CHOICES}
+    known["decode"] = routing.decodes
+    return {(term,): _cumulative(getattr(each, which)) for term, each in known.items()}
 
 
 def _prefixes(model: ModelStatus) -> _ByLabels:
@@ -269,23 +271,24 @@ _OF_MODEL = (
     *_declared(RoutingStats, _MODEL, "routing"),
     Family(
         "routing_predicted_seconds",
-        "Predicted time until the first byte of streamed answers, by the reason of the choice.",
+        "Predicted time until the first byte of streamed answers, by the reason of the choice; "
+        "`decode` is the time from there to the last.",
         (*_MODEL, "reason"),
-        partial(_first_bytes, "predicted"),
+        partial(_predictions, "predicted"),
         is_histogram=True,
     ),
     Family(
         "routing_actual_seconds",
-        "Time until the first byte of these answers.",
+        "These times as they were.",
         (*_MODEL, "reason"),
-        partial(_first_bytes, "actual"),
+        partial(_predictions, "actual"),
         is_histogram=True,
     ),
     Family(
         "routing_prediction_error_seconds",
         "Absolute error of these predictions.",
         (*_MODEL, "reason"),
-        partial(_first_bytes, "error"),
+        partial(_predictions, "error"),
         is_histogram=True,
     ),
     Family("named_prefixes", "Named prefixes by state.", (*_MODEL, "state"), _prefixes),

@@ -7,6 +7,7 @@ prefill replica computes the prompt meanwhile (`prefill`): one token to answer.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -23,9 +24,9 @@ from xinference_xavier.frontend.model_router import (
     Failure,
     ModelRouter,
     QueueFullError,
-    Route,
 )
 from xinference_xavier.protocol.load import prefill_id
+from xinference_xavier.routing.route import Route
 from xinference_xavier.runtime.aio import spawn, within
 from xinference_xavier.serving import seam
 
@@ -73,7 +74,7 @@ async def prefill(
         call["generate_config"] = one_token(call.get("generate_config"))
     model, failed = None, False
     try:
-        model = await connect(route.prefill_replica)
+        model = await connect(route.prefills_at)
         await within(_PREFILL_TIMEOUT, getattr(model, method)(asked, *rest, **call))
     except asyncio.CancelledError:
         if model is not None:
@@ -84,7 +85,7 @@ async def prefill(
         failed = True
         logger.warning(
             "a prefill failed, so another replica does it: replica=%s error=%r",
-            route.prefill_replica,
+            route.prefills_at,
             error,
         )
     finally:
@@ -149,10 +150,8 @@ class RoutedModel:
         name = str(kwargs.setdefault("request_id", uuid.uuid4().hex))
         route = self._route
         if route.elsewhere is not None:
-            route.prefill = spawn(
-                prefill(self._router, route, self._connect, method, args, {**kwargs})
-            )
-            route.at_end.append(route.prefill.cancel)
+            prefilling = prefill(self._router, route, self._connect, method, args, {**kwargs})
+            route.at_end.append(spawn(prefilling).cancel)
 
         async def ask() -> Any:
             kwargs["request_id"] = self._names[name] = route.marked(name)
@@ -163,7 +162,8 @@ class RoutedModel:
         if not isinstance(result, _Place):
             self._router.answered(self._route, streamed=False)
             return result
-        stream = _Stream(result, lambda: self._begin(stream, ask))
+        completed = functools.partial(self._router.completed, self._route)
+        stream = _Stream(result, lambda: self._begin(stream, ask), completed)
         route.at_end.append(stream.abandon)
         return stream
 
@@ -260,8 +260,14 @@ class _Stream(AsyncIterator[Any]):
     has not begun has no effect.
     """
 
-    def __init__(self, place: _Place, begin: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(
+        self,
+        place: _Place,
+        begin: Callable[[], Awaitable[Any]],
+        completed: Callable[[], object],
+    ) -> None:
         self.place: _Place | None = place
+        self._completed = completed
         self._begin: Callable[[], Awaitable[Any]] | None = begin
         self._closed = False
 
@@ -274,7 +280,11 @@ class _Stream(AsyncIterator[Any]):
                 return await begin()
             assert self.place is not None
             return await anext(self.place.iterator)
-        except BaseException:  # the end of the stream is one
+        except StopAsyncIteration:
+            self._completed()
+            self.abandon()
+            raise
+        except BaseException:
             self.abandon()
             raise
 

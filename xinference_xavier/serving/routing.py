@@ -30,10 +30,10 @@ from xinference_xavier.frontend.model_router import (
     Failure,
     ModelRouter,
     QueueFullError,
-    Route,
-    Routers,
 )
 from xinference_xavier.frontend.question import SALT, Keep, read_keep, read_question
+from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.routing.route import Route
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving import seam
@@ -118,26 +118,34 @@ class Asked:
     async def route_by(
         self, router: ModelRouter, before: Mapping[str, Any] | None = None
     ) -> Route | None:
-        """See `ModelRouter.route`. `before` is the content of the prefix that the request names.
-        Raises ClientGoneError if the client goes while it waits."""
+        """The request's route, sent to a replica; None if requests go in turn. `before` is the
+        content of the prefix that the request names. Raises QueueFullError, and ClientGoneError if
+        the client goes while the request waits."""
         assert self.request is not None
         size, body = len(await self.request.body()), await self.body()
         session = self._header(b"x-session-id") or self._header(b"x-claude-code-session-id")
         question = await read_question(body, size, session, before, self.chat)
-        # A client that names its request may abort it by this name.
-        whole = bool(question.request_id)
-        routing = asyncio.ensure_future(router.route(question.text, question.session, whole=whole))
+        self._router = router
+        self.route = router.open(
+            question.text,
+            question.session,
+            limit=question.max_tokens,
+            # A client that names its request may abort it by this name.
+            whole=bool(question.request_id),
+        )
+        if self.route is None:
+            return None
+        placing = asyncio.ensure_future(router.place(self.route))
         leaving = asyncio.ensure_future(self._leaves())
         try:
-            await asyncio.wait({routing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not routing.done():
+            await asyncio.wait({placing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not placing.done():
                 raise ClientGoneError
         finally:
             leaving.cancel()
-            routing.cancel()
-            await asyncio.wait({routing})
-        self.route, self._router = routing.result(), router
-        return self.route
+            placing.cancel()
+            await asyncio.wait({placing})
+        return self.route if placing.result() else None
 
     def _header(self, name: bytes) -> str | None:
         headers: list[tuple[bytes, bytes]] = self._scope["headers"]
@@ -327,6 +335,7 @@ async def _routed(
     except QueueFullError as error:
         raise AtLimitError(error.retry_after) from error
     except ClientGoneError as error:
+        asked.end()
         raise HTTPException(_CLIENT_CLOSED_REQUEST) from error
     except SupervisorError as error:
         _log.warn("supervisor", "requests go to the replicas in turn: %s", error)

@@ -476,13 +476,18 @@ class KnownLoad:
 
 
 @dataclass
-class FirstBytes:
-    """Time until the first byte of streamed answers, as it was `predicted` and as it was
-    (`actual`); `error` is the absolute difference."""
+class Predictions:
+    """A time of streamed answers, as it was `predicted` and as it was (`actual`); `error` is the
+    absolute difference."""
 
     predicted: AnswerSeconds = field(default_factory=AnswerSeconds)
     actual: AnswerSeconds = field(default_factory=AnswerSeconds)
     error: AnswerSeconds = field(default_factory=AnswerSeconds)
+
+    def observe(self, predicted: float, actual: float) -> None:
+        self.predicted.observe(predicted)
+        self.actual.observe(actual)
+        self.error.observe(abs(predicted - actual))
 
 
 @dataclass
@@ -491,7 +496,8 @@ class RoutingStats:
 
     `loads` has the replicas whose load is known now, `choices` the requests that were sent, by
     reason, and `replicas` the same by xinference's name for the replica. A request that is `moved`
-    is sent again, and counts twice. `first_bytes` compares forecasts with what happened, by reason.
+    is sent again, and counts twice. `first_bytes` compares the times until the first byte of
+    streamed answers with their forecasts, by reason; `decodes` the times from there to the last.
     """
 
     mode: str = ""
@@ -523,7 +529,8 @@ class RoutingStats:
         "routing_failures_total",
         "Times that the router could not ask the tracker what is new, or choose a replica.",
     )
-    first_bytes: dict[str, FirstBytes] = field(default_factory=dict)
+    first_bytes: dict[str, Predictions] = field(default_factory=dict)
+    decodes: Predictions = field(default_factory=Predictions)
 
     def sent(self, reason: str, replica: str) -> None:
         """A request was sent to a replica."""
@@ -532,10 +539,7 @@ class RoutingStats:
 
     def answered(self, reason: str, predicted: float, actual: float) -> None:
         """The first byte of a streamed answer came after `actual` seconds."""
-        seconds = self.first_bytes.setdefault(reason, FirstBytes())
-        seconds.predicted.observe(predicted)
-        seconds.actual.observe(actual)
-        seconds.error.observe(abs(predicted - actual))
+        self.first_bytes.setdefault(reason, Predictions()).observe(predicted, actual)
 
 
 PREFIX_STATES = ("kept", "computing", "waiting", "failed")

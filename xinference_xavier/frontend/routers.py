@@ -1,0 +1,102 @@
+"""The routers of all models, each of which is informed by its model's tracker.
+
+No request waits for a tracker: a model's first requests are not routed.
+
+Threading: one event loop.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from xinference_xavier.errors import NotFoundError
+from xinference_xavier.frontend.model_router import ModelRouter
+from xinference_xavier.runtime.aio import CANCEL_GRACE, within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
+
+WATCH = 10.0
+"""Seconds that an observation may wait for news."""
+_DEADLINE = 5.0
+_PIECE_PAUSE = 0.0005
+_MIN_BACKOFF, _MAX_BACKOFF = 0.1, 2.0
+_ASK_AGAIN = 2.0
+"""Seconds after which a model that did not share is looked for again."""
+_MAX_ABSENT = 1000
+
+Find = Callable[[str], Awaitable[Any]]
+"""Returns a reference to the tracker of a model. Raises NotFoundError for one that does not
+share."""
+
+
+class Routers:
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self._log = RateLimitedLog(logger)
+        self._routers: dict[str, ModelRouter] = {}
+        self._looking: dict[str, asyncio.Future[None]] = {}
+        self._absent: dict[str, float] = {}  # until when, by model uid
+
+    def get(self, model_uid: str) -> ModelRouter | None:
+        """None while the model is not known to share; it is looked for in the background."""
+        router = self._routers.get(model_uid)
+        if model_uid not in self._looking and time.monotonic() >= self._absent.get(model_uid, 0.0):
+            self._looking[model_uid] = asyncio.ensure_future(self._run(model_uid))
+        return router
+
+    async def close(self) -> None:
+        """End all observations, and leave the trackers time to hear of it."""
+        for looking in self._looking.values():
+            looking.cancel()
+        await asyncio.sleep(CANCEL_GRACE)
+
+    async def _run(self, model_uid: str) -> None:
+        """Observe the model until it no longer shares."""
+        try:
+            await self._observe(model_uid)
+        except NotFoundError:
+            self._absent[model_uid] = time.monotonic() + _ASK_AGAIN
+            if len(self._absent) > _MAX_ABSENT:
+                del self._absent[next(iter(self._absent))]
+        finally:
+            del self._looking[model_uid]
+            if (router := self._routers.pop(model_uid, None)) is not None:
+                router.close()
+
+    async def _observe(self, model_uid: str) -> None:
+        router, backoff = ModelRouter(), _MIN_BACKOFF
+        while True:
+            try:
+                tracker = await self._find(model_uid)
+                while True:
+                    if not await observe(tracker, router):
+                        router.close()
+                        router = ModelRouter()
+                        continue
+                    self._routers[model_uid] = router
+                    backoff = _MIN_BACKOFF
+            except NotFoundError:
+                raise
+            except Exception:
+                router.counts.failures += 1
+                router.admit()  # what is known of the replicas may have expired
+                self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(_MAX_BACKOFF, 2 * backoff)
+
+
+async def observe(tracker: Any, router: ModelRouter) -> bool:
+    """Let `router` know what is new. Waits for news. False if this is another tracker than before:
+    the model may have been launched again, with other settings."""
+    mirror = router.mirror
+    call = tracker.observe(mirror.epoch, mirror.revision, router.version, WATCH)
+    news = await within(WATCH + _DEADLINE, call)
+    if news.complete and router.version:
+        return False
+    for _ in router.observe(news):
+        await asyncio.sleep(_PIECE_PAUSE)
+    return True
