@@ -101,6 +101,14 @@ async def test_nothing_a_client_sends_does_any_harm(request_: dict[str, Any]) ->
     assert (question.session, question.request_id) == ("", "")
 
 
+def test_a_text_of_too_many_parts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the parts have no characters."""
+    monkeypatch.setattr(module, "MAX_PARTS", 101)
+    for part in ([], {}, None, 7):
+        assert prompt_text({"prompt": LONG, "input": [part] * 99}).length > 0
+        assert prompt_text({"prompt": LONG, "input": [part] * 100}).length == 0
+
+
 def test_a_tenant_is_no_adapter() -> None:
     assert shared({"prompt": LONG, "cache_salt": "a"}, {"prompt": LONG, "lora_name": "a"}) == 0
 

@@ -6,7 +6,7 @@ goes by backlog alone. What decides what the model is given is read, or refused.
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from xinference_xavier.errors import shown
@@ -17,6 +17,8 @@ from xinference_xavier.routing.texts import PIECE, Text, text_of
 MAX_TEXT = 4 << 20
 """Characters. Hashing a longer text would take longer than the choice may take. What is no text
 counts as a piece, however long it is."""
+MAX_PARTS = 200_000
+"""Items of lists and objects, such as the ids of tokens; to read so many takes 0.1 s."""
 SALT = "cache_salt"
 """The field that names a tenant."""
 _FIELDS = (SALT, LORA, "tools", "system", "instructions", "prompt", "messages", "input")
@@ -102,21 +104,22 @@ def with_prefix(request: Mapping[str, Any], content: Mapping[str, Any]) -> dict[
 
 
 def prompt_text(request: Mapping[str, Any]) -> Text:
-    parts, length = list[str | bytes](), 0
-    for part in _parts({name: request[name] for name in _FIELDS if request.get(name)}):
-        length += len(part) + 1 if isinstance(part, str) else PIECE
-        if length > MAX_TEXT:
-            return NO_TEXT
-        parts.append(part)
-    return text_of(parts)
+    parts = _parts({name: request[name] for name in _FIELDS if request.get(name)})
+    return NO_TEXT if parts is None else text_of(parts)
 
 
-def _parts(request: Mapping[str, Any]) -> Iterator[str | bytes]:
+def _parts(request: Mapping[str, Any]) -> list[str | bytes] | None:
     """All texts and numbers in it, with the names of their fields; those of media as bytes. A block
-    of text is its text, whatever is noted beside it, such as `cache_control`."""
+    of text is its text, whatever is noted beside it, such as `cache_control`. None if they are too
+    long or too many."""
+    parts, length, seen = list[str | bytes](), 0, 0
     rest: list[tuple[object, bool]] = [(request, False)]  # the next one last, and if it is media
     while rest:
         value, media = rest.pop()
+        if isinstance(value, (list, dict)):
+            seen += len(value)
+            if seen > MAX_PARTS:
+                return None
         if isinstance(value, list):
             rest += [(item, media) for item in reversed(value)]
             continue
@@ -135,7 +138,12 @@ def _parts(request: Mapping[str, Any]) -> Iterator[str | bytes]:
             continue
         part = str(value)
         inline = part.startswith("data:") and ";base64," in part[:100]
-        yield part.encode("utf-8", "surrogatepass") if media or inline else part
+        medium = media or inline
+        length += PIECE if medium else len(part) + 1
+        if length > MAX_TEXT:
+            return None
+        parts.append(part.encode("utf-8", "surrogatepass") if medium else part)
+    return parts
 
 
 def session_of(request: Mapping[str, Any], header: str | None) -> str:
