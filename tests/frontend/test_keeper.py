@@ -14,6 +14,7 @@ from xinference_xavier.frontend.keeper import Keeper
 from xinference_xavier.frontend.names import Names, Store
 from xinference_xavier.frontend.prefix import NewPrefix, Terms
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, prefix_of
+from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.stats.schema import KnownLoad
 
 MODEL = "model"
@@ -55,7 +56,7 @@ class Cluster:
             raise NotFoundError(f"model {model_uid!r} does not share its cache here")
         if method == "explain":
             assert deadline > 60.0, "the first question loads the tokenizer"
-            self.question = argument
+            self.question = unpack_question(argument)
             sizes = {"chunk_tokens": CHUNK, "context_tokens": CONTEXT}
             return {"prompt_tokens": self.tokens, **sizes}
         assert method == "keep_prefixes"

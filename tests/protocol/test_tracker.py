@@ -1,17 +1,20 @@
 """Messages between a replica and its tracker are checked where they arrive."""
 
+import json
 from typing import Any
 
 import pytest
 
 from xinference_xavier.protocol.tracker import (
-    check_question,
+    MAX_QUESTION_BYTES,
     is_saved,
     pack,
+    pack_question,
     pool_key,
     replica_name,
     saved_key,
     unpack,
+    unpack_question,
     without_rank,
 )
 
@@ -41,7 +44,8 @@ def test_a_saved_key_is_another_one_of_the_same_chunk(key: bytes) -> None:
     ],
 )
 def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
-    check_question(question)
+    """It travels as bytes: xoscar would walk through objects, and a question may have millions."""
+    assert unpack_question(pack_question(question)) == question
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,19 @@ def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
 )
 def test_any_other_question_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match=r"question|message|tools"):
-        check_question(wrong)
+        pack_question(wrong)
+    with pytest.raises(ValueError, match=r"question|message|tools"):
+        unpack_question(json.dumps(wrong).encode())
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [{"prompt": "why?"}, "text", b"", b"nonsense", b"[" * 100_000, b" " * (MAX_QUESTION_BYTES + 1)],
+    ids=["object", "text", "nothing", "nonsense", "deep", "long"],
+)
+def test_whatever_is_no_packed_question_is_refused(packed: object) -> None:
+    with pytest.raises(ValueError, match="question"):
+        unpack_question(packed)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.serving.documented import client_of_app
 from tests.serving.supervisors import KEY_BYTES, Supervisor, api_context, gateway_to, join
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
+from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving.answers import MODEL, answered_for, model_access
 from xinference_xavier.serving.api import add_routes
@@ -63,8 +64,8 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     async def flush(self) -> int:
         return 3
 
-    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        if question != QUESTION:
+    async def explain(self, packed: bytes) -> dict[str, Any]:
+        if unpack_question(packed) != QUESTION:
             raise ExplainError("no tokenizer here")
         return {
             **{"prompt_tokens": 5, "context_tokens": 4096, "chunk_tokens": 4},
@@ -345,7 +346,7 @@ async def test_any_other_question_is_refused(model: Model, body: bytes) -> None:
 
 async def test_a_body_that_is_too_long_is_not_parsed(model: Model) -> None:
     answer = await model.client.post(f"{URL}/explain", content=b" " * (10 << 20))
-    assert (answer.status_code, "it has 10485760 bytes" in answer.text) == (400, True)
+    assert (answer.status_code, "question has 10485760 bytes" in answer.text) == (400, True)
     answer = await model.client.patch(URL, content=b" " * 1024 + b'{"enabled": true}')
     assert answer.status_code == 400
 

@@ -17,7 +17,13 @@ from tests.tracker_pools import (
 )
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix
-from xinference_xavier.protocol.tracker import Member, Settings, Switches, tracker_uid
+from xinference_xavier.protocol.tracker import (
+    Member,
+    Settings,
+    Switches,
+    pack_question,
+    tracker_uid,
+)
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -261,7 +267,7 @@ async def test_each_replica_is_told_what_to_keep_and_answers_what_it_keeps(track
 
 
 class Explaining(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+    async def explain(self, packed: bytes) -> dict[str, Any]:
         tokens = {"prompt_tokens": 8, "context_tokens": 64, "chunk_tokens": 4}
         return {**tokens, "chunks": [], "reuse": {self.uid.decode(): {}}}
 
@@ -275,5 +281,5 @@ async def test_the_replica_that_was_heard_from_last_explains(tracker: Any) -> No
     await join(tracker, *members)
     for latest in ("b", "a", "c"):
         await tracker.heartbeat(NAMESPACE, latest, {})
-        answer = await tracker.explain({"prompt": "text"})
+        answer = await tracker.explain(pack_question({"prompt": "text"}))
         assert answer["reuse"].keys() == {replica_uid(latest)}

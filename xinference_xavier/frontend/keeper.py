@@ -24,6 +24,7 @@ from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.names import Names
 from xinference_xavier.frontend.prefix import NewPrefix, Prefix, Terms, question_of
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, request_id
+from xinference_xavier.protocol.tracker import pack_question
 from xinference_xavier.runtime.aio import spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import KnownLoad
@@ -160,7 +161,7 @@ class Keeper:
 
     async def _check_size(self, model_uid: str, new: NewPrefix) -> int:
         """The prefix's chunks."""
-        asked = question_of(new.content)
+        asked = await asyncio.to_thread(pack_question, question_of(new.content))
         found = await self._call(model_uid, "explain", asked, deadline=_EXPLAIN_DEADLINE)
         tokens, chunk = found["prompt_tokens"], found["chunk_tokens"]
         context = found["context_tokens"]

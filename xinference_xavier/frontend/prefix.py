@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from xinference_xavier.errors import shown
-from xinference_xavier.protocol.tracker import check_question
+from xinference_xavier.protocol.tracker import pack_question
 from xinference_xavier.stats.answers import is_part_of_path
 
 MAX_NAME = 200
@@ -128,7 +128,7 @@ def check_content(content: Mapping[str, Any]) -> None:
         raise ValueError(f"lora_name={shown(content[LORA])} is not the name of an adapter")
     if ("prompt" in content) == ("messages" in content):
         raise ValueError("a prefix has either a prompt or messages; give one of them")
-    check_question(question_of(content))
+    pack_question(question_of(content))
 
 
 def question_of(content: Mapping[str, Any]) -> dict[str, Any]:

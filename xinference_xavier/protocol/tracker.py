@@ -4,12 +4,13 @@ Every check raises a ValueError that names the value, and nothing else, whatever
 """
 
 import enum
+import json
 import os
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from struct import iter_unpack
-from typing import Annotated, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -24,7 +25,7 @@ from xinference_xavier.runtime.validate import (
     first_reason,
 )
 
-PROTOCOL_VERSION = 6  # raised with every change of the messages
+PROTOCOL_VERSION = 7  # raised with every change of the messages
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
 MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
@@ -200,7 +201,35 @@ check_member = checker(Member, "member")
 check_settings = checker(Settings, "settings")
 
 
-def check_question(question: object) -> None:
+def pack_question(question: object) -> bytes:
+    """A question as JSON, in which form it travels: xoscar would walk through all its objects."""
+    _check_question(question)
+    return check_json_size("question", question, MAX_QUESTION_BYTES)
+
+
+def check_packed_question(packed: object) -> None:
+    if not isinstance(packed, bytes):
+        raise ValueError(f"question={shown(packed)} is not bytes of JSON")
+    if len(packed) > MAX_QUESTION_BYTES:
+        raise ValueError(f"question has {len(packed)} bytes, more than {MAX_QUESTION_BYTES}")
+
+
+def unpack_question(packed: bytes) -> dict[str, Any]:
+    """The question in bytes of JSON. A long one takes seconds."""
+    check_packed_question(packed)
+    try:
+        question: dict[str, Any] = json.loads(packed, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the question is not JSON ({error})") from None
+    _check_question(question)
+    return question
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it contains {name}")
+
+
+def _check_question(question: object) -> None:
     """A prompt, or the messages of a chat and perhaps its tools, as in a request."""
     names = list(question) if isinstance(question, dict) else []
     match question:
@@ -214,7 +243,6 @@ def check_question(question: object) -> None:
                 raise ValueError(f"tools={shown(tools)} is not a list")
         case _:
             raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
-    check_json_size("question", question, MAX_QUESTION_BYTES)
 
 
 def check_explanation(answer: object) -> None:

@@ -19,6 +19,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import TransportError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.protocol.transfer import Endpoint, check_endpoint
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -62,12 +63,15 @@ class Explainer:
         self._min_fetch_tokens = min_fetch_tokens
         self._asked = asyncio.Lock()
 
-    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer `{"prompt": text}` or `{"messages": [...]}` with an `explanation`. Raises
-        ExplainError if the chunker rejects the question."""
+    async def explain(self, packed: bytes) -> dict[str, Any]:
+        """Answer a packed question with an `explanation`. Raises ExplainError if the chunker
+        rejects it."""
         async with self._asked:
-            chunked = await asyncio.to_thread(self._chunker, question)
+            chunked = await asyncio.to_thread(self._chunked, packed)
         return self.explanation(chunked)
+
+    def _chunked(self, packed: bytes) -> Chunked:
+        return self._chunker(unpack_question(packed))
 
     def explanation(self, chunked: Chunked) -> dict[str, Any]:
         """JSON-able. `reuse` has each replica's tokens: in its pool, on its disk, from peers,

@@ -72,11 +72,12 @@ def check_seconds(name: str, value: object, most: float = math.inf) -> None:
         raise ValueError(f"{name}={shown(value)} is not a time above 0 and below {most:g} s")
 
 
-def check_json_size(name: str, value: object, most: int) -> None:
-    """`value` can be written as at most `most` bytes of JSON."""
+def check_json_size(name: str, value: object, most: int) -> bytes:
+    """`value` can be written as at most `most` bytes of JSON. Returns them."""
     try:
-        size = len(json.dumps(value, allow_nan=False))
+        written = json.dumps(value, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {error}") from None
-    if size > most:
-        raise ValueError(f"{name} has {size} bytes of JSON, more than {most}")
+    if len(written) > most:
+        raise ValueError(f"{name} has {len(written)} bytes of JSON, more than {most}")
+    return written

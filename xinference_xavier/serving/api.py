@@ -1,7 +1,6 @@
 """The REST routes; docs/api.md has their answers, scopes and status codes."""
 
 import asyncio
-import json
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,7 +8,7 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from xinference_xavier.frontend.question import prompt_text
-from xinference_xavier.protocol.tracker import MAX_QUESTION_BYTES, Settings, check_question
+from xinference_xavier.protocol.tracker import MAX_QUESTION_BYTES, Settings, unpack_question
 from xinference_xavier.runtime.validate import first_reason
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
@@ -40,8 +39,6 @@ from xinference_xavier.serving.sse import Listeners, Stream, live, notice_server
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 _MAX_CHANGE = 1 << 10
-MAX_QUESTION = MAX_QUESTION_BYTES + (1 << 20)
-"""Bytes of a body; it may have spaces that do not count."""
 
 
 def add_routes(context: Any, trackers: TrackerGateway) -> None:
@@ -146,9 +143,9 @@ class _Routes:
         """Where the chunks of a prompt are, and what a request for it would reuse."""
         self._access(request, model_uid)
         # A long one would hold up the event loop.
-        question = await asyncio.to_thread(_checked_question, await request.body())
+        question = await asyncio.to_thread(_checked_question, body := await request.body())
         deadline = EXPLAIN_DEADLINE + 1
-        explaining = self._trackers.call(model_uid, "explain", question, deadline=deadline)
+        explaining = self._trackers.call(model_uid, "explain", body, deadline=deadline)
         explanation = await answered_for(model_uid, explaining)
         router = self._trackers.routers.get(model_uid)
         forecasts = {}
@@ -182,11 +179,8 @@ def _check_size(body: bytes, most: int) -> None:
 
 def _checked_question(body: bytes) -> dict[str, Any]:
     try:
-        _check_size(body, MAX_QUESTION)
-        question: dict[str, Any] = json.loads(body)
-        check_question(question)
-        return question
-    except (ValueError, RecursionError) as error:
+        return unpack_question(body)
+    except ValueError as error:
         raise HTTPException(
             400,
             'the body must be {"prompt": "<text>"} or {"messages": [{"role": …, "content": …}, …]} '

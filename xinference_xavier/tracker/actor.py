@@ -48,7 +48,7 @@ from xinference_xavier.protocol.tracker import (
     check_for_s,
     check_member,
     check_packed,
-    check_question,
+    check_packed_question,
     check_routing,
     check_settings,
     check_stats,
@@ -364,10 +364,11 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         for member in await self.members_of(replica):
             self._observers.drain(member.incarnation, None)
 
-    async def explain(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Locates a prompt's chunks, and what a request would reuse; see `fanout.explain`."""
-        check_question(question)
-        return await fanout.explain(self._namespaces, question)
+    async def explain(self, packed: bytes) -> dict[str, Any]:
+        """Locates the chunks of a packed question, and what a request would reuse; see
+        `fanout.explain`."""
+        check_packed_question(packed)
+        return await fanout.explain(self._namespaces, packed)
 
     async def keep_prefixes(
         self, wanted: Mapping[str, Mapping[str, bool]] | None

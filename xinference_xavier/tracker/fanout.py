@@ -104,8 +104,8 @@ async def drain(members: Sequence[Member], stay: Sequence[str], seconds: float) 
     )
 
 
-async def explain(namespaces: Namespaces, question: dict[str, Any]) -> dict[str, Any]:
-    """Locates a prompt's chunks. One member answers for its whole namespace.
+async def explain(namespaces: Namespaces, packed: bytes) -> dict[str, Any]:
+    """Locates the chunks of a packed question. One member answers for its whole namespace.
 
         {"prompt_tokens": …, "chunk_tokens": …,
          "chunks": [{"from": token, "to": token, "replicas": {incarnation: place}}, …],
@@ -116,7 +116,7 @@ async def explain(namespaces: Namespaces, question: dict[str, Any]) -> dict[str,
     are those of the first that answered. Raises ExplainError if no replica can answer.
     """
     answers = await asyncio.gather(
-        *(_explain(namespace.index.leases(), question) for _, namespace in namespaces.items())
+        *(_explain(namespace.index.leases(), packed) for _, namespace in namespaces.items())
     )
     good = [answer for answer in answers if isinstance(answer, dict)]
     if not good:
@@ -131,14 +131,14 @@ async def explain(namespaces: Namespaces, question: dict[str, Any]) -> dict[str,
     return merged
 
 
-async def _explain(leases: Iterable[Lease], question: dict[str, Any]) -> dict[str, Any] | str:
+async def _explain(leases: Iterable[Lease], packed: bytes) -> dict[str, Any] | str:
     """A member's answer, or the reason why none answered. The member heard from last is asked
     first: one that hangs would take the whole deadline."""
     reason = "no replica has joined yet"
     for lease in sorted(leases, key=attrgetter("expires"), reverse=True):
         member = lease.member
         try:
-            answer: dict[str, Any] = await _call(member, "explain", EXPLAIN_DEADLINE, question)
+            answer: dict[str, Any] = await _call(member, "explain", EXPLAIN_DEADLINE, packed)
         except ExplainError as error:
             return error.reason  # the others would say the same
         except Exception as error:
