@@ -182,6 +182,23 @@ def test_a_session_is_named_by_a_header_or_in_the_body(
     assert session_of(fields, header) == session
 
 
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 5}, 5),
+        ({"max_completion_tokens": 5, "max_tokens": 7}, 5),
+        ({"max_output_tokens": 5}, 5),
+        ({}, 0),
+        *(({"max_tokens": wrong}, 0) for wrong in (None, 0, -1, 5.0, True, "5", [5], 10**400)),
+    ],
+)
+async def test_a_request_may_say_how_many_tokens_its_answer_may_have(
+    fields: dict[str, Any], most: int
+) -> None:
+    assert (await read_question({"prompt": "text", **fields}, 100, None)).max_tokens == most
+
+
 PLAIN = {"prompt": "text", "cache_salt": "tenant"}
 
 

@@ -24,6 +24,10 @@ SALT = "cache_salt"
 _FIELDS = (SALT, LORA, "tools", "system", "instructions", "prompt", "messages", "input")
 """What the keys of a prompt depend on. Tools come first, as in the templates of Qwen3.5 and GLM; in
 others, such as Qwen3's, the system prompt does."""
+_ANSWER_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+"""What limits an answer. The first one counts, as in xinference."""
+_MAX_ANSWER = 1 << 31
+"""Tokens. More than any context is no limit, and may be too large for a float."""
 _MEDIA = {"audio", "audio_url", "image", "image_url", "input_audio", "video", "video_url"}
 """Types of what is no text in a message."""
 RETENTIONS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}
@@ -40,6 +44,8 @@ class Question(NamedTuple):
     """The session named by the client; empty without one."""
     request_id: str
     """The request id given by the client; empty without one."""
+    max_tokens: int
+    """Most tokens of the answer that the client asks for; 0 if it does not say."""
 
 
 async def read_question(
@@ -58,7 +64,7 @@ async def read_question(
         text = prompt_text(whole if before is None else with_prefix(whole, before))
         named = request.get("request_id")
         request_id = named if isinstance(named, str) else ""
-        return Question(text, session_of(request, session), request_id)
+        return Question(text, session_of(request, session), request_id, _max_tokens(request))
 
     short = size < _LONG and before is None  # a named text may have megabytes
     return read() if short else await asyncio.to_thread(read)
@@ -150,6 +156,11 @@ def session_of(request: Mapping[str, Any], header: str | None) -> str:
     """The session that a client names; empty if it names none."""
     named = (header, request.get("prompt_cache_key"), _session_of_user(request.get("metadata")))
     return next((each[:256] for each in named if each and isinstance(each, str)), "")
+
+
+def _max_tokens(request: Mapping[str, Any]) -> int:
+    given = (request.get(name) for name in _ANSWER_FIELDS)
+    return next((each for each in given if type(each) is int and 0 < each <= _MAX_ANSWER), 0)
 
 
 def _session_of_user(metadata: object) -> str:
