@@ -35,7 +35,7 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.load import check_load, check_observation, check_prompts
+from xinference_xavier.protocol.load import check_load, check_observation, check_requests
 from xinference_xavier.protocol.tracker import NotMemberError, Settings, TrackerFullError
 from xinference_xavier.protocol.transfer import (
     Startup,
@@ -180,16 +180,17 @@ def a_load(example: Any) -> None:
         assert load.requests >= 0 <= load.prefill_tokens
         assert 0 <= (load.prefill_s or 0.0) < math.inf
         assert all(0 <= rate < math.inf for rate in load.rates or ())
+        assert all(0 <= seconds < math.inf for seconds in load.step or ())
         assert load.serving.chunk_tokens > 0
         assert {type(name) for name in load.known} <= {str}
 
 
-def some_prompts(example: Any) -> None:
+def some_requests(example: Any) -> None:
     with suppress(ValueError):
-        for prompt in check_prompts(example):
-            assert len(prompt.keys) % 12 == 0
-            assert prompt.tokens >= 0
-            hash(prompt)
+        for report in check_requests(example):
+            assert len(report.keys) % 12 == 0
+            assert report.tokens >= 0 <= (report.answer or 0)
+            hash(report)
 
 
 def an_observation(example: Any) -> None:
@@ -199,7 +200,7 @@ def an_observation(example: Any) -> None:
             a_load(each.load)
             assert 0 <= each.age < math.inf
             hash((each.incarnation, each.replica))
-        some_prompts(observation.prompts[:100])
+        some_requests(observation.requests[:100])
         hash(observation.gone)
 
 
@@ -320,15 +321,15 @@ DECODERS: dict[str, tuple[Check, st.SearchStrategy[Any]]] = {
         a_load,
         altered(LOAD) | altered(SERVING).map(lambda serving: LOAD._replace(serving=serving)),
     ),
-    "prompts": (
-        some_prompts,
+    "requests": (
+        some_requests,
         st.lists(st.just(PROMPT) | altered(PROMPT), max_size=3).map(tuple) | anything,
     ),
     "observation": (
         an_observation,
         altered(OBSERVATION)
         | altered(OBSERVATION.loads[0]).map(lambda load: OBSERVATION._replace(loads=(load,)))
-        | altered(PROMPT).map(lambda prompt: OBSERVATION._replace(prompts=(prompt,))),
+        | altered(PROMPT).map(lambda report: OBSERVATION._replace(requests=(report,))),
     ),
     "call": (a_call, CALLS),
     "region": (

@@ -257,8 +257,10 @@ class Scheduling:
     ) -> None:
         """The engine computes it until `manager.steps.end`."""
         of_prompts = prompts or {}
+        prompt_tokens = sum(of_prompts.values())
+        requests = len(of_prompts) + tokens - prompt_tokens
         self.manager.steps.begin(
-            Step(self.clock(), tokens, of_prompts, sum(of_prompts.values()), depth)
+            Step(self.clock(), tokens, of_prompts, prompt_tokens, depth, requests)
         )
 
     def end_step(self) -> None:

@@ -16,6 +16,7 @@ from xinference_xavier.engine.costs import (
     CostModel,
     LinearFit,
     PrefillRate,
+    StepCost,
 )
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.pool.tier import DISK, Fetch
@@ -148,6 +149,75 @@ class TestPrefillRate:
             rate.add(*step)
         predicted = rate.seconds(first, first + tokens)
         assert predicted is None or 0 <= predicted < math.inf
+
+
+def decode(cost: StepCost, *sizes: int, base: float = 0.02, each: float = 0.001) -> None:
+    """A step with so many requests, for each size."""
+    for requests in sizes:
+        cost.add(requests, base + each * requests, tokens=requests)
+
+
+class TestStepCost:
+    """A step takes longer the more requests it has."""
+
+    @pytest.fixture
+    def cost(self) -> StepCost:
+        return StepCost()
+
+    def test_nothing_is_known_before_the_first_step(self, cost: StepCost) -> None:
+        assert cost.line() is None
+
+    @pytest.mark.parametrize("sizes", [[1], [4, 5, 7, 6], [3, 4]])
+    def test_steps_with_about_as_many_requests_say_nothing_of_others(
+        self, cost: StepCost, sizes: list[int]
+    ) -> None:
+        decode(cost, *sizes)
+        mean = sum(sizes) / len(sizes)
+        assert cost.line() == (pytest.approx(0.02 + 0.001 * mean), 0.0)
+
+    def test_different_steps_give_their_line(self, cost: StepCost) -> None:
+        decode(cost, 1, 40, 3, 9, 5, 40, 200)
+        assert cost.line() == pytest.approx((0.02, 0.001))
+
+    def test_what_few_requests_took_counts_on_while_there_are_many(self, cost: StepCost) -> None:
+        decode(cost, *[1] * 50, *[64] * 5000)
+        assert cost.line() == pytest.approx((0.02, 0.001))
+
+    def test_a_change_is_learnt_within_some_hundred_steps(self, cost: StepCost) -> None:
+        decode(cost, *[1, 64] * 100)
+        decode(cost, *[1, 64] * 200, base=0.04, each=0.002)
+        assert cost.line() == pytest.approx((0.04, 0.002), rel=0.02)
+
+    def test_one_slow_step_of_a_rare_size_changes_little(self, cost: StepCost) -> None:
+        decode(cost, *[1, 64] * 50)
+        decode(cost, 9, base=0.2)
+        assert cost.line() == pytest.approx((0.02, 0.001), rel=0.2)
+
+    def test_the_line_neither_falls_nor_begins_below_zero(self, cost: StepCost) -> None:
+        decode(cost, 1, 9, base=0.02, each=-0.001)
+        assert cost.line() == (pytest.approx(0.015), 0.0)
+        steep = StepCost()
+        decode(steep, 1, 9, base=-0.001, each=0.001)
+        assert steep.line() == (0.0, pytest.approx(0.004 / 5))
+
+    def test_answers_that_get_several_tokens_in_a_step_take_less_for_each(
+        self, cost: StepCost
+    ) -> None:
+        for _ in range(500):
+            for requests in (1, 64):
+                cost.add(requests, 0.02 + 0.001 * requests, tokens=2 * requests)
+        assert cost.line() == pytest.approx((0.01, 0.0005), rel=0.01)
+        cost.add(64, 0.084, tokens=None)
+        assert cost.line() == pytest.approx((0.01, 0.0005), rel=0.01)
+
+    @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 1e4), st.integers(1, 16))))
+    def test_whatever_was_measured_both_are_numbers_of_at_least_zero(
+        self, steps: list[tuple[int, float, int]]
+    ) -> None:
+        cost = StepCost()
+        for requests, seconds, each in steps:
+            cost.add(requests, seconds, tokens=each * requests)
+        assert all(0 <= each < math.inf for each in cost.line() or ())
 
 
 PREFILL = 1000.0

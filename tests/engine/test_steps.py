@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling
-from xinference_xavier.engine.costs import PrefillRate
+from xinference_xavier.engine.costs import PrefillRate, StepCost
 from xinference_xavier.engine.workload import Step, Steps, goes_on, step_of, without_quiet
 
 
@@ -47,7 +47,7 @@ def test_prompt_tokens_of_a_step_and_their_mean_depth() -> None:
     step.num_scheduled_tokens = {"new": 100, "old": 300, "answered": 1}
     step.total_num_scheduled_tokens = 401
     depth = (100 * 1050 + 300 * 4150) / 400
-    assert step_of(step, 8.0) == Step(8.0, 401, {"new": 100, "old": 300}, 400, depth)
+    assert step_of(step, 8.0) == Step(8.0, 401, {"new": 100, "old": 300}, 400, depth, 3, answered=7)
 
 
 def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
@@ -55,7 +55,7 @@ def test_a_step_that_only_decodes_has_no_prompt_tokens() -> None:
     step = SchedulerOutput.make_empty()
     step.num_scheduled_tokens = {f"request-{number}": 1 + 5 for number in range(300)}
     step.total_num_scheduled_tokens = 1800
-    assert step_of(step, 7.0) == Step(7.0, 1800, {})
+    assert step_of(step, 7.0) == Step(7.0, 1800, {}, requests=300, answered=0)
 
 
 def test_requests_that_go_on_within_their_blocks_are_left_out() -> None:
@@ -108,21 +108,25 @@ def test_a_step_goes_on_unless_something_happens_to_a_request(
 # -- times -----------------------------------------------------------------------------------
 
 
+def steps_of(cost: StepCost | None = None) -> Steps:
+    return Steps({}, PrefillRate(), cost or StepCost())
+
+
 def test_without_a_step_there_is_nothing_to_end() -> None:
-    assert Steps({}, PrefillRate()).end(1.0) is None
+    assert steps_of().end(1.0) is None
 
 
 def test_a_step_is_timed_from_its_beginning() -> None:
-    steps = Steps({}, PrefillRate())
+    steps = steps_of()
     for began in (10.0, 20.0):
-        step = Step(began, tokens=2000, prompts={})
+        step = Step(began, tokens=1, prompts={}, requests=1)
         steps.begin(step)
         assert steps.end(began + 2.0) == (step, 2.0)
 
 
 def test_an_overlapping_step_is_timed_from_the_end_of_the_one_before() -> None:
-    steps = Steps({}, PrefillRate())
-    first, second = Step(10.0, tokens=2000, prompts={}), Step(10.5, tokens=1, prompts={})
+    steps = steps_of()
+    first, second = (Step(began, tokens=1, prompts={}, requests=1) for began in (10.0, 10.5))
     steps.begin(first)
     steps.begin(second)
     assert steps.end(12.0) == (first, 2.0)
@@ -131,8 +135,9 @@ def test_an_overlapping_step_is_timed_from_the_end_of_the_one_before() -> None:
 
 def test_an_empty_step_does_not_count_as_computing() -> None:
     """vLLM begins such steps while it waits, and ends them in turn."""
-    steps = Steps({}, PrefillRate())
-    empty, prefill = Step(10.0, tokens=0, prompts={}), Step(10.5, tokens=2000, prompts={})
+    steps = steps_of()
+    empty = Step(10.0, tokens=0, prompts={})
+    prefill = Step(10.5, tokens=2000, prompts={"r": 2000}, prompt_tokens=2000, requests=1)
     steps.begin(empty)
     assert not steps.computing
     steps.begin(prefill)
@@ -152,14 +157,14 @@ class Device:
         self.now = 0.0
         self._depth = depth
         self._launch = launch
-        self._steps = Steps({}, self.rate)
+        self._steps = Steps({}, self.rate, StepCost())
         self._ends: deque[float] = deque()
         self._free = 0.0
 
     def compute(self, seconds: Sequence[tuple[int, float]]) -> None:
         """Compute steps, given as (prompt tokens, seconds)."""
         for tokens, takes in seconds:
-            self._steps.begin(Step(self.now, max(tokens, 1), {}, tokens))
+            self._steps.begin(Step(self.now, max(tokens, 1), {}, tokens, requests=1))
             self._free = max(self.now + self._launch, self._free) + takes
             self._ends.append(self._free)
             self.now += self._launch
@@ -187,10 +192,47 @@ def test_the_prefill_rate_is_right_however_many_steps_overlap(
     assert device.rate.tokens_per_second == pytest.approx(8192 / 0.25, rel=0.05)
 
 
+def test_steps_with_prompts_do_not_count_as_those_that_only_decode() -> None:
+    cost = StepCost()
+    steps = steps_of(cost)
+    for began, step in enumerate(
+        [
+            Step(0.0, tokens=0, prompts={}),
+            Step(1.0, tokens=301, prompts={"r": 300}, prompt_tokens=300, requests=2),
+            Step(2.0, tokens=2, prompts={}, requests=2),
+        ]
+    ):
+        steps.begin(step)
+        steps.end(began + 0.25 if step.prompts else began + 0.5)
+    assert cost.line() == (0.5, 0.0)
+
+
+def test_with_speculation_a_token_costs_less_than_its_step() -> None:
+    """Of two requests that compute four tokens each in a step, answers keep two or three."""
+    cost = StepCost()
+    steps = steps_of(cost)
+    had = 7
+    for number in range(400):
+        steps.begin(Step(number * 0.1, tokens=8, prompts={}, requests=2, answered=had))
+        steps.end((number + 1) * 0.1)
+        had += 4 + number % 3
+    assert cost.line() == (pytest.approx(0.1 / 2.5, rel=0.02), 0.0)
+
+
+def test_tokens_are_not_counted_where_requests_come_or_go_or_stop_to_speculate() -> None:
+    cost = StepCost()
+    steps = steps_of(cost)
+    for number, had in enumerate([7, 900, 40, 41, 50, None] * 100):
+        tokens = 2 if had is None else 8
+        steps.begin(Step(number * 0.1, tokens, prompts={}, requests=2, answered=had))
+        steps.end((number + 1) * 0.1)
+    assert cost.line() == (pytest.approx(0.1), 0.0)
+
+
 def test_tokens_of_a_preempted_request_took_their_time_as_well() -> None:
     rate = PrefillRate()
-    steps = Steps({}, rate)
-    steps.begin(Step(10.0, 1000, {"r": 600, "s": 400}, 1000))
+    steps = Steps({}, rate, StepCost())
+    steps.begin(Step(10.0, 1000, {"r": 600, "s": 400}, 1000, requests=2))
     steps.preempted("r")
     steps.end(11.0)
     assert rate.tokens_per_second == 1000.0
@@ -200,7 +242,7 @@ def test_tokens_of_a_preempted_request_took_their_time_as_well() -> None:
 
 
 def test_idle_steps_count() -> None:
-    steps = Steps({}, PrefillRate())
+    steps = steps_of()
     since = steps.idle_time(10.0)
     for now in (10.0, 10.1, 10.2):
         steps.begin(Step(now, tokens=0, prompts={}))
@@ -208,11 +250,11 @@ def test_idle_steps_count() -> None:
 
 
 def test_steps_that_compute_do_not_count() -> None:
-    steps = Steps({}, PrefillRate())
+    steps = steps_of()
     since = steps.idle_time(10.0)
-    steps.begin(Step(10.0, tokens=512, prompts={}))
+    steps.begin(Step(10.0, tokens=512, prompts={"r": 512}, prompt_tokens=512, requests=1))
     steps.begin(Step(10.1, tokens=0, prompts={}))
-    steps.begin(Step(10.2, tokens=1, prompts={}))
+    steps.begin(Step(10.2, tokens=1, prompts={}, requests=1))
     assert steps.idle_time(12.0) == since
     for end in (14.0, 14.0, 15.0):
         steps.end(end)

@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.request import RequestStatus
 
 from tests.engine.scheduling import (
     CHUNK,
@@ -21,6 +22,7 @@ from tests.engine.scheduling import (
 )
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, NOBODY, Engine, MakeEngine
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine import connector as connector_module
 from xinference_xavier.engine import workload as workload_module
 from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.probes import Probe
@@ -35,16 +37,17 @@ from xinference_xavier.engine.workload import (
 )
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
-    MAX_PROMPTS,
+    MAX_REPORTS,
     Elsewhere,
     Load,
-    ScheduledPrompt,
+    RequestReport,
     Serving,
     check_load,
-    check_prompts,
+    check_requests,
+    prefill_id,
     with_mark,
 )
-from xinference_xavier.protocol.prefixes import Keeping, with_keeping
+from xinference_xavier.protocol.prefixes import Keeping, request_id, with_keeping
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER
 
@@ -63,8 +66,11 @@ class Counted(Scheduling):
         """The reported load, after the tracker's checks."""
         return check_load(self.workload.load())
 
-    def prompts(self) -> tuple[ScheduledPrompt, ...]:
-        return check_prompts(take_all(self.workload.prompts))
+    def prompts(self) -> tuple[RequestReport, ...]:
+        return check_requests(take_all(self.workload.prompts))
+
+    def answers(self) -> tuple[RequestReport, ...]:
+        return check_requests(take_all(self.workload.answers))
 
     def measure(self, depth: float = 0.0, seconds: float = 1.0) -> None:
         self.manager.prefill_rate.add(SPEED, seconds, depth)
@@ -84,7 +90,9 @@ class Counted(Scheduling):
 
     def step_begins(self, **prompts: int) -> None:
         tokens = sum(prompts.values())
-        self.manager.steps.begin(Step(self.clock.now, 1 + tokens, prompts, tokens))
+        requests = 1 + len(prompts)
+        step = Step(self.clock.now, 1 + tokens, prompts, tokens, requests=requests)
+        self.manager.steps.begin(step)
 
     def step_ends(self) -> None:
         self.manager.steps.end(self.clock.now)
@@ -304,7 +312,7 @@ class TestPrompts:
 
     def test_have_no_keys_if_they_have_no_whole_chunk(self, engine: Counted) -> None:
         engine.start("r", 7)
-        assert engine.prompts() == (ScheduledPrompt("r", 7, b""),)
+        assert engine.prompts() == (RequestReport("r", 7, b""),)
 
     def test_of_probes_are_none_of_a_router_s_business(
         self, engine: Counted, monkeypatch: pytest.MonkeyPatch
@@ -335,10 +343,41 @@ class TestPrompts:
         assert unpack(prompt.keys, SHORT_KEY) == [key[-SHORT_KEY:] for key in keys[:2]]
 
     def test_beyond_what_a_tracker_takes_replace_the_oldest(self, engine: Counted) -> None:
-        for number in range(MAX_PROMPTS + 1):
+        for number in range(MAX_REPORTS + 1):
             engine.start(f"r{number}", 100)
         names = [prompt.request for prompt in engine.prompts()]
-        assert names == [f"r{number}" for number in range(1, MAX_PROMPTS + 1)]
+        assert names == [f"r{number}" for number in range(1, MAX_REPORTS + 1)]
+
+
+class TestAnswers:
+    def test_are_reported_once_with_their_tokens(self, engine: Counted) -> None:
+        engine.start("0_r-0123abcd", 300)
+        engine.workload.answered("0_r-0123abcd", 50)
+        assert engine.answers() == (RequestReport("r", 0, b"", answer=50),)
+        assert engine.answers() == ()
+
+    def test_are_reported_even_if_nothing_is_shared(self, engine: Counted) -> None:
+        engine.start("r", 300)
+        engine.manager.requests["r"].excluded = True
+        engine.workload.answered("r", 50)
+        assert [each.request for each in engine.answers()] == ["r"]
+
+    @pytest.mark.parametrize("name", [prefill_id("r"), request_id("0123456789abcdef", 1), "a\nb"])
+    def test_of_what_no_client_waits_for_are_none_of_a_router_s_business(
+        self, engine: Counted, name: str
+    ) -> None:
+        engine.start(name, 300)
+        engine.workload.answered(name, 1)
+        assert engine.answers() == ()
+
+    def test_of_probes_are_not_reported(
+        self, engine: Counted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        probe = Probe([], frozenset(), 0, salt="secret")
+        monkeypatch.setattr(engine.manager.probes, "of", {"secret": probe}.get)
+        engine.found(engine.arrive("r"), CHUNK + 1, salt="secret")
+        engine.workload.answered("r", 1)
+        assert engine.answers() == ()
 
 
 def load_of(engine: Engine) -> Load:
@@ -346,8 +385,14 @@ def load_of(engine: Engine) -> Load:
 
 
 def prompts_of(engine: Engine) -> list[str]:
-    prompts = check_prompts(take_all(engine.own.manager.workload.prompts))
+    prompts = check_requests(take_all(engine.own.manager.workload.prompts))
     return [prompt.request for prompt in prompts]
+
+
+def answers_of(engine: Engine) -> dict[str, int | None]:
+    """Tokens of ended answers by request."""
+    answers = check_requests(take_all(engine.own.manager.workload.answers))
+    return {each.request: each.answer for each in answers}
 
 
 class TestVllm:
@@ -397,10 +442,11 @@ class TestVllm:
         engine.run()
 
     def test_tells_for_how_many_tokens_it_has_free_blocks(self, engine: Engine) -> None:
-        assert load_of(engine).free_tokens == 15 * BLOCK_TOKENS
+        assert load_of(engine).free_tokens == load_of(engine).kv_tokens == 15 * BLOCK_TOKENS
         engine.ask("r", range(100), tokens=3)
         engine.step()
         assert load_of(engine).free_tokens == (15 - 4) * BLOCK_TOKENS
+        assert load_of(engine).kv_tokens == 15 * BLOCK_TOKENS
         engine.run()
         engine.step()  # in which the last store ends
         assert load_of(engine).free_tokens == 15 * BLOCK_TOKENS
@@ -437,12 +483,50 @@ class TestVllm:
         assert (load.prefill_tokens, load.requests) == (0, 0)
         assert sorted(prompts_of(engine)) == ["r0", "r1", "r2", "r3"], "each once"
 
+    def test_tells_of_answers_how_long_they_were(self, engine: Engine) -> None:
+        engine.ask("r", range(100), tokens=3)
+        engine.ask("s", range(100, 200), tokens=50)
+        engine.step()
+        engine.step()
+        assert answers_of(engine) == {}
+        engine.step()
+        assert answers_of(engine) == {"r": 3}
+        engine.run()
+        assert answers_of(engine) == {"s": 50}
+
+    @pytest.mark.parametrize(
+        "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR]
+    )
+    def test_tells_nothing_of_answers_that_were_cut_off(
+        self, engine: Engine, status: RequestStatus
+    ) -> None:
+        engine.ask("r", range(100), tokens=50)
+        engine.step()
+        engine.scheduler.finish_requests("r", status)
+        engine.run()
+        assert answers_of(engine) == {}
+
+    def test_measures_steps_that_only_decode(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each takes 10 ms, and 2 ms for each request. One with a prompt takes a second."""
+        now = 0.0
+        monkeypatch.setattr(connector_module.time, "monotonic", lambda: now)
+        for number, tokens in enumerate((40, 20, 20, 20)):
+            engine.ask(f"r{number}", range(100 * number, 100 * number + 20), tokens)
+        while engine.scheduler.has_requests():
+            step = engine.begin_step()
+            if requests := len(step.num_scheduled_tokens):
+                now += 1.0 if step.scheduled_new_reqs else 0.01 + 0.002 * requests
+            engine.end_step(step)
+        assert load_of(engine).step == pytest.approx((0.01, 0.002))
+
     def test_counts_chunks_of_the_group_whose_keys_it_reports(self, engine: Engine) -> None:
         assert load_of(engine).serving._replace(mark_key="") == Serving(
-            CHUNK, ROW_BYTES, None, "auto", 100
+            CHUNK, ROW_BYTES, None, "auto", 100, slots=4
         )
         layout = layout_of(Group(4 * CHUNK, window=1), Group(2 * CHUNK), Group(CHUNK))
-        serving = serving_of(XavierConfig("model", NOBODY), layout, ROW_BYTES)
+        serving = serving_of(XavierConfig("model", NOBODY), layout, ROW_BYTES, slots=4)
         assert (serving.chunk_tokens, serving.chunk_bytes) == (2 * CHUNK, 3 * ROW_BYTES)
 
 

@@ -160,7 +160,9 @@ class Engine:
             self.own = Scheduling(
                 slots=64,
                 layout=layout,
-                serving=serving_of(spec._xavier, layout, ROW_BYTES),
+                serving=serving_of(
+                    spec._xavier, layout, ROW_BYTES, config.scheduler_config.max_num_seqs
+                ),
                 probes=partial(
                     without_requests,
                     chunk_tokens=layout.chunk_tokens,

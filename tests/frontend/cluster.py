@@ -10,7 +10,7 @@ from xinference_xavier.protocol.load import (
     Load,
     Observation,
     ReplicaLoad,
-    ScheduledPrompt,
+    RequestReport,
     Serving,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, Change, Member, Settings, Update, pack
@@ -61,7 +61,7 @@ class Cluster:
         *loads: ReplicaLoad,
         gone: Sequence[str] = (),
         complete: bool = False,
-        prompts: Sequence[ScheduledPrompt] = (),
+        requests: Sequence[RequestReport] = (),
     ) -> None:
         self.now += 0.001  # reports of the same moment are one
         members = tuple(Member(f"{name} now", "127.0.0.1:1") for name in self._members)
@@ -70,7 +70,7 @@ class Cluster:
         )
         version = self.router.version + 1
         gone = tuple(f"{name} now" for name in gone)
-        observation = Observation(update, version, complete, loads, gone, tuple(prompts))
+        observation = Observation(update, version, complete, loads, gone, tuple(requests))
         for _ in self.router.observe(observation):
             pass
 

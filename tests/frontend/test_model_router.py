@@ -12,7 +12,7 @@ from tests.frontend.cluster import CHUNK, Cluster, document, keys
 from tests.tracker_pools import let_others_run
 from xinference_xavier.frontend import model_router as module
 from xinference_xavier.frontend.model_router import ModelRouter, QueueFullError, Route
-from xinference_xavier.protocol.load import ScheduledPrompt
+from xinference_xavier.protocol.load import RequestReport
 from xinference_xavier.protocol.tracker import pack, without_rank
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text
@@ -29,7 +29,7 @@ async def learn(cluster: Cluster, text: Text, tokens: int, name: str) -> str:
     first = await route(cluster, text)
     cluster.router.named(first, name)
     known = keys(name, tokens // CHUNK)
-    cluster.tell(prompts=[ScheduledPrompt(name, tokens, pack(known))])
+    cluster.tell(requests=[RequestReport(name, tokens, pack(known))])
     cluster.hold(first.replica, known)
     cluster.router.answered(first, streamed=True)
     cluster.router.end(first)
@@ -93,7 +93,7 @@ async def test_a_text_that_is_being_computed_is_expected_by_its_keys() -> None:
     text = document("new")
     first = await route(cluster, text)
     cluster.router.named(first, "first")
-    cluster.tell(prompts=[ScheduledPrompt("first", 5000, pack(keys("first", 39)))])
+    cluster.tell(requests=[RequestReport("first", 5000, pack(keys("first", 39)))])
     cluster.now += 0.9 * first.choice.terms.compute
     assert (await route(cluster, text)).replica == first.replica
 
@@ -454,7 +454,7 @@ async def test_a_text_is_learned_though_its_answer_ended_before_its_report() -> 
     cluster.router.answered(first, streamed=True)
     cluster.router.end(first)
     known = keys("quick", 39)
-    cluster.tell(prompts=[ScheduledPrompt("quick", 5000, pack(known))])
+    cluster.tell(requests=[RequestReport("quick", 5000, pack(known))])
     cluster.hold(first.replica, known)
     cluster.rest(3600.0)
     again = await route(cluster, text)

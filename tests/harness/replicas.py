@@ -121,6 +121,7 @@ class StillEngine(Engine):
             load=lambda: self.reported,
             work_on_probes=lambda: _taken(self.results),
             take_prompts=tuple,
+            take_answers=tuple,
             take_computed=tuple,
             take_marked=tuple,
             take_finished=lambda: _taken(self.finished),

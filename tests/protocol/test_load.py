@@ -11,23 +11,23 @@ import pytest
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPT_KEYS,
-    MAX_PROMPTS,
+    MAX_REPORTS,
     Elsewhere,
     Load,
     Observation,
     ReplicaLoad,
-    ScheduledPrompt,
+    RequestReport,
     Serving,
     check_load,
     check_observation,
-    check_prompts,
+    check_requests,
     mark_of,
     with_mark,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, Change, Member, Settings, Update
 from xinference_xavier.runtime.validate import MAX_COUNT, MAX_IDENTIFIER
 
-SERVING = Serving(128, 1 << 20, request_limit=8, routing="backlog", queue=100)
+SERVING = Serving(128, 1 << 20, request_limit=8, routing="backlog", queue=100, slots=256)
 LOAD = Load(
     SERVING,
     prefill_tokens=1000,
@@ -35,9 +35,12 @@ LOAD = Load(
     requests=2,
     known=("r", "s"),
     rates=(1e-4, 1e-9, 0.01, 1e-9),
+    step=(0.02, 1e-4),
     free_tokens=5000,
+    kv_tokens=9000,
 )
-PROMPT = ScheduledPrompt("r", 300, b"k" * 2 * SHORT_KEY)
+PROMPT = RequestReport("r", 300, b"k" * 2 * SHORT_KEY)
+ANSWER = RequestReport("r", 0, b"", answer=50)
 UPDATE = Update(
     3,
     "epoch",
@@ -48,7 +51,7 @@ UPDATE = Update(
     (Change("a", 2, b"key2", b"key1", False),),
 )
 OBSERVATION = Observation(
-    UPDATE, 7, False, (ReplicaLoad("a", "m-0", 0.1, LOAD),), ("b",), (PROMPT,)
+    UPDATE, 7, False, (ReplicaLoad("a", "m-0", 0.1, LOAD),), ("b",), (PROMPT, ANSWER)
 )
 
 TOO_LONG = "x" * (MAX_IDENTIFIER + 1)
@@ -72,15 +75,15 @@ def serving_as(**fields: list[Any]) -> list[Any]:
     [
         (check_load, [LOAD, Load(SERVING, 0, None, 0), Load(Serving(1, 0), 0, 0, 0)]),
         (
-            check_prompts,
+            check_requests,
             [
-                *((), (PROMPT,), (PROMPT,) * MAX_PROMPTS),
+                *((), (PROMPT, ANSWER), (PROMPT,) * 2 * MAX_REPORTS),
                 (PROMPT._replace(keys=bytes(MAX_PROMPT_KEYS * SHORT_KEY)),),
             ],
         ),
         (check_observation, [OBSERVATION, Observation(None, 0, True, ())]),
     ],
-    ids=["load", "prompts", "observation"],
+    ids=["load", "requests", "observation"],
 )
 def test_a_message_arrives_as_it_was(
     check: Callable[[object], object], messages: list[object]
@@ -96,24 +99,27 @@ MALFORMED: dict[str, tuple[Callable[[object], object], list[Any]]] = {
             *(None, 7, {}, (), "load", SERVING, PROMPT, tuple(LOAD)[:3], (*LOAD, 1)),
             *altered(LOAD, serving=[None, {}, (), (128,)]),
             *altered(LOAD, prefill_tokens=[*NO_COUNTS, None], requests=[*NO_COUNTS, None]),
-            *altered(LOAD, prefill_s=NO_SECONDS, free_tokens=NO_COUNTS),
+            *altered(LOAD, prefill_s=NO_SECONDS, free_tokens=NO_COUNTS, kv_tokens=NO_COUNTS),
             *altered(LOAD, known=[None, "r", ["r"], {"r"}, ("r",) * (MAX_KNOWN + 1)]),
             *altered(LOAD, known=[("r", name) for name in NO_IDENTIFIERS]),
             *altered(LOAD, rates=[(), (0.1,) * 3, (0.1,) * 5, [0.1] * 4, 0.1]),
             *altered(LOAD, rates=[(0.1, 0.1, 0.1, each) for each in (*NO_SECONDS, None)]),
+            *altered(LOAD, step=[(), (0.1,), (0.1,) * 3, [0.1] * 2, 0.1]),
+            *altered(LOAD, step=[(0.1, each) for each in (*NO_SECONDS, None)]),
             *serving_as(chunk_tokens=[0, -128, 1 << 31, None], chunk_bytes=[-1, 0.5, None]),
-            *serving_as(request_limit=[-1, 0.5], queue=[-1, None, 0.5]),
+            *serving_as(request_limit=[-1, 0.5], queue=[-1, None, 0.5], slots=[-1, 0.5]),
             *serving_as(routing=["", "fast", None, 1, ["off"], "OFF"]),
         ],
     ),
-    "prompts": (
-        check_prompts,
+    "requests": (
+        check_requests,
         [
             *(None, 7, "ab", [PROMPT], PROMPT, (PROMPT, None), (PROMPT, ("r", 1))),
-            (PROMPT,) * (MAX_PROMPTS + 1),
+            (PROMPT,) * (2 * MAX_REPORTS + 1),
             *([each] for each in altered(PROMPT, request=NO_IDENTIFIERS)),
             *((PROMPT, each) for each in altered(PROMPT, request=NO_IDENTIFIERS)),
             *((each,) for each in altered(PROMPT, tokens=[*NO_COUNTS, None])),
+            *((each,) for each in altered(ANSWER, answer=NO_COUNTS)),
             *((each,) for each in altered(PROMPT, keys=[None, "k" * 12, [b"k" * 12], b"k" * 13])),
             (PROMPT._replace(keys=bytes((MAX_PROMPT_KEYS + 1) * SHORT_KEY)),),
         ],
@@ -126,7 +132,7 @@ MALFORMED: dict[str, tuple[Callable[[object], object], list[Any]]] = {
             *altered(OBSERVATION, complete=[0, 1, None, "yes"]),
             *altered(OBSERVATION, loads=[None, [], (None,), (LOAD,)]),
             *altered(OBSERVATION, gone=[None, [], "ab", *((each,) for each in NO_IDENTIFIERS)]),
-            *altered(OBSERVATION, prompts=[None, [], (None,), (PROMPT._replace(keys=b"k"),)]),
+            *altered(OBSERVATION, requests=[None, [], (None,), (PROMPT._replace(keys=b"k"),)]),
             *(
                 OBSERVATION._replace(loads=(each,))
                 for each in altered(

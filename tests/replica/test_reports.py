@@ -15,7 +15,7 @@ from tests.tracker_pools import let_others_run
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.pool.pool import PoolCounts
-from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
+from xinference_xavier.protocol.load import Load, RequestReport, Serving
 from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
 from xinference_xavier.replica import reports as module
 from xinference_xavier.replica.fetcher import FetchCounts
@@ -193,9 +193,10 @@ def test_the_donors_of_the_most_bytes_have_names() -> None:
 INTERVAL = 3600.0
 RATES = (1e-3, 0.0, 0.0, 0.0)
 UNMEASURED = Load(Serving(128, 1 << 20), prefill_tokens=0, prefill_s=None, requests=0)
-PROMPT, OTHER = (ScheduledPrompt(name, 100, b"k" * 12) for name in "rs")
+PROMPT, OTHER = (RequestReport(name, 100, b"k" * 12) for name in "rs")
+ANSWER = RequestReport("r", 0, b"", answer=50)
 
-Report = tuple[Load, tuple[ScheduledPrompt, ...]]
+Report = tuple[Load, tuple[RequestReport, ...]]
 
 
 def load(seconds: float, **fields: Any) -> Load:
@@ -209,7 +210,8 @@ class Scene:
         self.now = 100.0
         self.engine_load: Load | None = load(0.0)
         self.engine_error: Exception | None = None
-        self.prompts: list[ScheduledPrompt] = []
+        self.prompts: list[RequestReport] = []
+        self.answers: list[RequestReport] = []
         self.router_listens = True
         self.ready = asyncio.Event()
         self.ready.set()
@@ -222,23 +224,29 @@ class Scene:
             raise self.engine_error
         return self.engine_load
 
-    def take_prompts(self) -> tuple[ScheduledPrompt, ...]:
+    def take_prompts(self) -> tuple[RequestReport, ...]:
         prompts, self.prompts = self.prompts, []
         return tuple(prompts)
+
+    def take_answers(self) -> tuple[RequestReport, ...]:
+        answers, self.answers = self.answers, []
+        return tuple(answers)
 
     async def _call(self, method: str, *report: Any) -> bool:
         assert method == "report_load"
         if self.tracker_error is not None:
             raise self.tracker_error
-        load, prompts = report
-        self._reports.append((load, prompts))
+        load, requests = report
+        self._reports.append((load, requests))
         return self.router_listens
 
     async def reports(self) -> list[Report]:
         """The reports since the last call, once the reporter has had time to look. The first call
         starts it."""
         if self.running is None:
-            reporter = LoadReporter(self.load, self.take_prompts, self.ready.wait, lambda: self.now)
+            reporter = LoadReporter(
+                self.load, self.take_prompts, self.take_answers, self.ready.wait, lambda: self.now
+            )
             self.running = asyncio.create_task(reporter.run(self._call))
         await let_others_run()
         reports, self._reports = self._reports, []
@@ -310,6 +318,7 @@ async def test_nothing_is_reported_while_the_engine_starts(
             (0.0, load(0.0), True),
             (0.0, load(0.0, requests=2), False),
         ],
+        [(0.0, UNMEASURED, True), (0.0, UNMEASURED._replace(step=(0.1, 0.0)), False)],
     ],
     ids=[
         "work that no router expects",
@@ -318,6 +327,7 @@ async def test_nothing_is_reported_while_the_engine_starts(
         "work that is done earlier",
         "not a little work",
         "anything of an engine that has measured nothing",
+        "not how long steps take, which changes in each",
     ],
 )
 async def test_what_routers_do_not_expect_is_reported_at_once(
@@ -338,6 +348,19 @@ async def test_prompts_are_reported_at_once_each_once(scene: Scene) -> None:
         scene.prompts = [*prompts]
         assert await scene.reports() == [(load(0.0), tuple(prompts))]
         assert await scene.reports() == []
+
+
+async def test_answers_are_reported_once_along_with_something_else(scene: Scene) -> None:
+    await scene.reports()
+    scene.answers = [ANSWER]
+    assert await scene.reports() == []
+    scene.prompts = [OTHER]
+    assert await scene.reports() == [(load(0.0), (OTHER, ANSWER))]
+    scene.answers = [ANSWER]
+    scene.now += INTERVAL
+    assert await scene.reports() == [(load(0.0), (ANSWER,))]
+    scene.now += INTERVAL
+    assert await scene.reports() == [(load(0.0), ())]
 
 
 async def test_a_failed_call_ends_the_session(scene: Scene) -> None:

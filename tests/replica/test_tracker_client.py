@@ -56,7 +56,7 @@ class WatchedMirror(Mirror):
 
 
 def reporter(load: Load | None) -> LoadReporter:
-    return LoadReporter(lambda: load, tuple, ready=partial(asyncio.sleep, 0))
+    return LoadReporter(lambda: load, tuple, tuple, ready=partial(asyncio.sleep, 0))
 
 
 class Peer:

@@ -182,7 +182,7 @@ class Replica:
                 self.pool,
                 self.peers,
                 layout=groups,
-                serving=serving_of(spec._xavier, groups, self.region.row_bytes),
+                serving=serving_of(spec._xavier, groups, self.region.row_bytes, slots=1),
                 row_bytes=self.region.row_bytes,
                 step_tokens=options.step_tokens,
                 min_fetch_tokens=groups.chunk_tokens,

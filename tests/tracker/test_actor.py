@@ -9,7 +9,7 @@ import xoscar as xo
 
 from tests.tracker_pools import MODEL, join, let_others_run, look, wait_for_update
 from tests.tracker_pools import NAMESPACE as NS
-from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
+from xinference_xavier.protocol.load import Load, RequestReport, Serving
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -24,7 +24,7 @@ from xinference_xavier.tracker.actor import BlockTracker
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 K1, K2 = b"key1", b"key2"
 LOAD = Load(Serving(128, 1 << 20), prefill_tokens=100, prefill_s=0.1, requests=1, known=("r",))
-PROMPT = ScheduledPrompt("r", 100, b"k" * 12)
+PROMPT = RequestReport("r", 100, b"k" * 12)
 
 
 async def test_a_member_sees_what_another_publishes(tracker: Any) -> None:
@@ -161,4 +161,4 @@ async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any,
     await tracker.observe("", 0, 0, 0.0)
     assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is True
     found = await tracker.observe("", 0, 0, 0.0)
-    assert (found.loads[0].load, found.prompts) == (LOAD, (PROMPT,))
+    assert (found.loads[0].load, found.requests) == (LOAD, (PROMPT,))

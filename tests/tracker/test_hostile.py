@@ -12,7 +12,7 @@ from tests.tracker_pools import NAMESPACE as NS
 from tests.tracker_pools import join, look, wait_for_update
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol import tracker as checks_module
-from xinference_xavier.protocol.load import Load, ScheduledPrompt, Serving
+from xinference_xavier.protocol.load import Load, RequestReport, Serving
 from xinference_xavier.protocol.tracker import (
     Change,
     Member,
@@ -32,7 +32,7 @@ UPDATE = Update(
 )
 NEXT = UPDATE._replace(revision=2, changes=(Change("a", 2, OTHER, KEY, False),))
 LOAD = Load(Serving(128, 1 << 20), prefill_tokens=0, prefill_s=None, requests=0)
-PROMPT = ScheduledPrompt("r", 100, b"k" * 12)
+PROMPT = RequestReport("r", 100, b"k" * 12)
 
 
 def with_change(**fields: Any) -> Update:
@@ -180,24 +180,24 @@ async def test_malformed_input_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("load", "prompts"),
+    ("load", "requests"),
     [
         (LOAD._replace(requests=-1), (PROMPT,)),
         (LOAD, (PROMPT, PROMPT._replace(keys=b"k"))),
     ],
-    ids=["load", "prompt"],
+    ids=["load", "request"],
 )
 async def test_a_report_of_load_is_taken_over_as_a_whole_or_not_at_all(
-    tracker: Any, load: Load, prompts: tuple[ScheduledPrompt, ...]
+    tracker: Any, load: Load, requests: tuple[RequestReport, ...]
 ) -> None:
     """A router refuses all that a tracker says if one load is malformed."""
     await join(tracker, A)
     await tracker.report_load(NS, "a", LOAD, ())
     before = await tracker.observe("", 0, 0, 0.0)
     with pytest.raises(ValueError, match=r"malformed|not a multiple"):
-        await tracker.report_load(NS, "a", load, prompts)
+        await tracker.report_load(NS, "a", load, requests)
     after = await tracker.observe("", 0, 0, 0.0)
-    assert (after.version, after.prompts) == (before.version, ())
+    assert (after.version, after.requests) == (before.version, ())
     assert await tracker.report_load(NS, "a", LOAD, (PROMPT,))
 
 

@@ -14,7 +14,7 @@ from xinference_xavier.protocol.load import (
     Load,
     Observation,
     ReplicaLoad,
-    ScheduledPrompt,
+    RequestReport,
     Serving,
 )
 from xinference_xavier.protocol.tracker import (
@@ -34,7 +34,7 @@ A, B, C, D = (Member(name, "127.0.0.1:1") for name in "abcd")
 K1, K2 = b"key1", b"key2"
 SERVING = Serving(128, 1 << 20)
 LOAD = Load(SERVING, prefill_tokens=100, prefill_s=0.1, requests=1, known=("r",))
-PROMPT = ScheduledPrompt("r", 100, b"k" * 12)
+PROMPT = RequestReport("r", 100, b"k" * 12)
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed."""
 
@@ -78,15 +78,15 @@ async def test_the_first_look_finds_everything(tracker: Any) -> None:
     (load,) = found.loads
     assert load == ReplicaLoad("a", "model-0", load.age, LOAD)
     assert 0 <= load.age < 60
-    assert (found.complete, found.gone, found.prompts) == (True, (), ())
+    assert (found.complete, found.gone, found.requests) == (True, (), ())
 
 
 async def test_prompts_are_not_kept_while_nobody_looks(tracker: Any) -> None:
     await join(tracker, A)
     await tracker.report_load(NS, "a", LOAD, (PROMPT,))
-    assert (await look(tracker)).prompts == ()
+    assert (await look(tracker)).requests == ()
     await tracker.report_load(NS, "a", LOAD, (PROMPT,))
-    assert (await look(tracker)).prompts == (PROMPT,)
+    assert (await look(tracker)).requests == (PROMPT,)
 
 
 async def test_without_members_there_is_nothing(tracker: Any) -> None:
@@ -107,7 +107,7 @@ async def test_without_members_there_is_nothing(tracker: Any) -> None:
         ),
         (
             lambda tracker: tracker.report_load(NS, "a", LOAD, (PROMPT,)),
-            lambda found: found.prompts == (PROMPT,),
+            lambda found: found.requests == (PROMPT,),
         ),
         (
             lambda tracker: tracker.set_routing("off"),
@@ -312,8 +312,8 @@ def load(tokens: int = 0) -> Load:
     return Load(SERVING, prefill_tokens=tokens, prefill_s=None, requests=1)
 
 
-def prompts(*names: str) -> Sequence[ScheduledPrompt]:
-    return [ScheduledPrompt(name, 100, b"") for name in names]
+def prompts(*names: str) -> Sequence[RequestReport]:
+    return [RequestReport(name, 100, b"") for name in names]
 
 
 def news(loads: Loads, seen: int, now: float = 0.0) -> Observation:
@@ -326,7 +326,7 @@ def reported(found: Observation) -> dict[str, int]:
 
 
 def prompted(found: Observation) -> list[str]:
-    return [prompt.request for prompt in found.prompts]
+    return [prompt.request for prompt in found.requests]
 
 
 @pytest.fixture
@@ -444,7 +444,7 @@ def test_prompts_are_remembered_as_far_as_their_keys_fit(
 ) -> None:
     monkeypatch.setattr(observers_module, "MAX_PROMPT_BYTES", 24)
     for name, chunks in {"p": 1, "q": 1, "r": 1, "s": 3, "t": 1}.items():
-        loads.report("a", load(), [ScheduledPrompt(name, 100, chunks * b"k" * 12)], now=0.0)
+        loads.report("a", load(), [RequestReport(name, 100, chunks * b"k" * 12)], now=0.0)
     assert prompted(news(loads, 0)) == ["t"]
-    loads.report("a", load(), [ScheduledPrompt("u", 100, b"k" * 12)], now=0.0)
+    loads.report("a", load(), [RequestReport("u", 100, b"k" * 12)], now=0.0)
     assert prompted(news(loads, 0)) == ["t", "u"]

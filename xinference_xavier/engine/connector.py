@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -104,8 +105,9 @@ class XavierConnector(WorkerSide):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         tokens = min(group.kv_cache_spec.block_size for group in self._groups.values())
         self._workload.free_tokens = lambda: gpu_block_pool.get_num_free_blocks() * tokens
+        self._workload.kv_tokens = capacity = self._workload.free_tokens()  # all are free now
         if gpu_block_pool.enable_caching:
-            self._workload.retention.capacity = gpu_block_pool.num_gpu_blocks * tokens
+            self._workload.retention.capacity = capacity
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -247,6 +249,18 @@ class XavierConnector(WorkerSide):
         specs = {number: group.kv_cache_spec for number, group in self._groups.items()}
         if not stores_whole_chunks(job.src_spec, keys, specs, self._blocks_per_chunk):
             self._manager.void_store(job.req_id, keys)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._finished(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    @guarded(nothing)
+    def _finished(self, request: Request) -> None:
+        """An answer that ends with a text counts as aborted: only vLLM's API process sees it."""
+        if request.get_finished_reason() not in (FinishReason.ABORT, FinishReason.ERROR):
+            self._workload.answered(request.request_id, request.num_output_tokens)
 
     def reset_cache(self) -> bool | None:
         if self._is_reset:  # vLLM has nothing new to forget; but rows may have come from peers

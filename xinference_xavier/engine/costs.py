@@ -5,6 +5,9 @@ The rate is the sum of their tokens over the sum of their seconds: if vLLM reads
 late, that step seems too long and the next one too short. A token takes longer the deeper it is,
 because attention covers all tokens before it; a line through the latest steps measures by how much.
 
+`StepCost` is how long this engine takes for a step that only decodes, which depends on how many
+requests it runs.
+
 `CostModel` predicts how long fetches from each peer take, and which peers to leave out.
 
 Belongs to the scheduler thread; any thread may read, and call `report`. Times are monotonic
@@ -15,7 +18,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import takewhile
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from xinference_xavier.pool.tier import DISK, Fetch
@@ -23,6 +28,14 @@ from xinference_xavier.stats.schema import Decisions
 
 _WEIGHT = 0.2  # of the newest point: about the last ten count
 _MIN_SPREAD = 0.05  # variance of x over its squared mean
+
+
+def _slope(x: float, y: float, variance: float, covariance: float) -> float | None:
+    """The slope of the line through points with the means `x` and `y`: at least 0 and at most
+    y / x, so that the line is never negative for x > 0. None while all x are about equal."""
+    if variance <= _MIN_SPREAD * x**2:
+        return None
+    return min(max(covariance / variance, 0.0), y / x)
 
 
 class LinearFit:
@@ -49,13 +62,8 @@ class LinearFit:
 
     @property
     def slope(self) -> float | None:
-        """At least 0 and at most y / x, so that the line is never negative for x > 0.
-
-        None while all x are about equal.
-        """
-        if self._variance <= _MIN_SPREAD * self.x**2:
-            return None
-        return min(max(self._covariance / self._variance, 0.0), self.y / self.x)
+        """None while all x are about equal."""
+        return _slope(self.x, self.y, self._variance, self._covariance)
 
     def predict(self, x: float) -> float:
         """y at `x`, 0 without points. While all x are about equal, the least that any such line has
@@ -115,6 +123,62 @@ class PrefillRate:
         if not slope:
             return 1 / self.tokens_per_second, 0.0
         return self._fit.predict(0.0), slope
+
+
+_STEPS = 50
+"""About the latest so many steps count, which take a second or two. If vLLM reads an output late,
+that step seems twice as long, and a mean of so many 2 % longer."""
+
+
+@dataclass(slots=True)
+class _MeanStep:
+    """Means over the latest steps with about as many requests."""
+
+    count: int = 0  # up to `_STEPS`
+    requests: float = 0.0
+    seconds: float = 0.0
+
+
+class StepCost:
+    """The line through the mean steps with 1, 2 to 3, 4 to 7 and so on requests. What was measured
+    with few requests counts on while there are many, and the other way round.
+
+    The seconds are those in which each answer gets one token. With speculative decoding, answers
+    get several in a step: its seconds are divided by their mean number.
+    """
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, _MeanStep] = {}
+        self._tokens = 1.0  # of an answer in a step, on average
+
+    def add(self, requests: int, seconds: float, tokens: int | None) -> None:
+        """Count a step that only decoded, for so many requests, which got so many tokens together;
+        None if that is unknown."""
+        steps = self._by_size.get(requests.bit_length())
+        if steps is None:
+            steps = self._by_size[requests.bit_length()] = _MeanStep()
+        if steps.count < _STEPS:
+            steps.count += 1
+        steps.requests += (requests - steps.requests) / steps.count
+        steps.seconds += (seconds - steps.seconds) / steps.count
+        if tokens is not None:
+            self._tokens += (tokens / requests - self._tokens) / _STEPS
+
+    def line(self) -> tuple[float, float] | None:
+        """Seconds for a token of each answer: without requests, and for each running one. None
+        before the first measurement. While all steps had about as many requests, these count for
+        nothing."""
+        steps = [*self._by_size.values()]  # the scheduler thread may add one
+        if not steps:
+            return None
+        counts = [each.count for each in steps]
+        sizes = [each.requests for each in steps]
+        mean = partial(fmean, weights=counts)
+        x, y = mean(sizes), mean([each.seconds for each in steps])
+        variance = mean([(size - x) ** 2 for size in sizes])
+        covariance = mean([(each.requests - x) * (each.seconds - y) for each in steps])
+        slope = _slope(x, y, variance, covariance) or 0.0
+        return max(0.0, y - slope * x) / self._tokens, slope / self._tokens
 
 
 RETRY_AFTER = 30.0

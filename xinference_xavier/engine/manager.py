@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from xinference_xavier import vllm_versions
 from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import key_positions, load_source
-from xinference_xavier.engine.costs import CostModel, PrefillRate
+from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.keys import Layout
@@ -113,7 +113,8 @@ class XavierManager(OffloadingManager):
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
         self.probes = probes(self._can_audit)
         self.prefill_rate = PrefillRate()
-        self.steps = Steps(self.requests, self.prefill_rate)
+        step_cost = StepCost()
+        self.steps = Steps(self.requests, self.prefill_rate, step_cost)
         self.cost_model = CostModel(row_bytes=row_bytes)
         fetches = Fetches(pool, self.cost_model, fetch_timeout)
         self._coming = fetches.by_chunk
@@ -141,7 +142,13 @@ class XavierManager(OffloadingManager):
             clock=clock,
         )
         self.workload = Workload(
-            serving, self.requests, self.steps, self.prefill_rate, self.cost_model, clock
+            serving,
+            self.requests,
+            self.steps,
+            self.prefill_rate,
+            step_cost,
+            self.cost_model,
+            clock,
         )
 
     def stats(self) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricM
 from vllm.v1.request import Request as VllmRequest
 
 from xinference_xavier.engine.request import Request
-from xinference_xavier.engine.workload import own_id
-from xinference_xavier.protocol.load import is_prefill
-from xinference_xavier.protocol.prefixes import prefix_of
+from xinference_xavier.engine.workload import is_for_client, own_id
 from xinference_xavier.stats.schema import HIT_SOURCES, AnswerSeconds, FirstTokens, Hits
 
 _PREFIX = "vllm:xavier_"
@@ -57,9 +55,8 @@ class FirstTokenTimes:
 
     def scheduled(self, request: VllmRequest, own: Request) -> None:
         """vLLM has scheduled the request. It may be preempted, and scheduled again."""
-        name = own_id(request.request_id)
-        is_for_nobody = not own.source or is_prefill(name) or prefix_of(name) is not None
-        if not request.num_output_tokens and not is_for_nobody:
+        is_awaited = own.source and is_for_client(own_id(request.request_id))
+        if not request.num_output_tokens and is_awaited:
             self._awaited[request.request_id] = request, own
 
     def step_ended(self) -> None:

@@ -237,7 +237,12 @@ class XavierSpec(OffloadingSpec):
                 pool,
                 tier,
                 layout=layout,
-                serving=serving_of(self._xavier, layout, region.row_bytes),
+                serving=serving_of(
+                    self._xavier,
+                    layout,
+                    region.row_bytes,
+                    slots=vllm_config.scheduler_config.max_num_seqs,
+                ),
                 row_bytes=region.row_bytes,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 min_fetch_tokens=self._xavier.least_fetch_tokens,
@@ -264,6 +269,7 @@ class XavierSpec(OffloadingSpec):
                 load=manager.workload.load,
                 work_on_probes=manager.probes.work,
                 take_prompts=partial(take_all, manager.workload.prompts),
+                take_answers=partial(take_all, manager.workload.answers),
                 take_computed=partial(take_all, manager.workload.computed),
                 take_marked=partial(take_all, manager.workload.marked),
                 take_finished=partial(take_all, manager.finished),
@@ -377,7 +383,7 @@ def lookup_group(group: GroupOffloadConfig) -> Group:
     return Group(group.tokens_per_chunk, window)
 
 
-def serving_of(config: XavierConfig, layout: Layout, row_bytes: int) -> Serving:
+def serving_of(config: XavierConfig, layout: Layout, row_bytes: int, slots: int) -> Serving:
     groups = layout.groups.values()
     tokens = layout.groups[layout.main].chunk_tokens
     # Of groups with a window a hit needs only the last few rows.
@@ -393,6 +399,7 @@ def serving_of(config: XavierConfig, layout: Layout, row_bytes: int) -> Serving:
         config.prefill_threshold,
         mark_key=secrets.token_hex(16),
         drain=config.drain,
+        slots=slots,
     )
 
 

@@ -24,15 +24,16 @@ from typing import NamedTuple, TypeVar
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from xinference_xavier.engine import compat
-from xinference_xavier.engine.costs import CostModel, PrefillRate
+from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.engine.request import Request
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPT_KEYS,
-    MAX_PROMPTS,
+    MAX_REPORTS,
     Load,
-    ScheduledPrompt,
+    RequestReport,
     Serving,
+    is_prefill,
     reported_id,
 )
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES, keeping_of, prefix_of
@@ -43,11 +44,12 @@ _T = TypeVar("_T")
 
 
 class Step(NamedTuple):
-    """A step of the engine, which computes `tokens`: `prompt_tokens` of them belong to prompts, and
-    have `depth` tokens before them on average.
+    """A step of the engine, which computes `tokens` of `requests`. `prompt_tokens` of them belong
+    to prompts, and have `depth` tokens before them on average.
 
-    `prompts` are these tokens by request, without requests that were preempted meanwhile. A step
-    without tokens only carries messages to the workers.
+    `prompts` are these tokens by request, without requests that were preempted meanwhile.
+    `answered` are the tokens that the requests had answered before; None if each computes one. A
+    step without tokens only carries messages to the workers.
     """
 
     began: float
@@ -55,19 +57,26 @@ class Step(NamedTuple):
     prompts: dict[str, int]
     prompt_tokens: int = 0
     depth: float = 0.0
+    requests: int = 0
+    answered: int | None = None
 
 
 class Steps:
-    """The steps that compute `requests`, vLLM's unfinished ones; measures how fast prompts are."""
+    """The steps that compute `requests`, vLLM's unfinished ones; measures how fast prompts and
+    answers are."""
 
-    def __init__(self, requests: Mapping[str, Request], prefill_rate: PrefillRate) -> None:
+    def __init__(
+        self, requests: Mapping[str, Request], prefill_rate: PrefillRate, step_cost: StepCost
+    ) -> None:
         self._requests = requests
         self._prefill_rate = prefill_rate
+        self._step_cost = step_cost
         self._pending: deque[Step] = deque()
         self._computing = 0  # pending steps that compute anything
         self._ended = 0.0  # when the latest step ended
         self._computed = 0.0  # seconds in which any step was computed
         self._busy_since = 0.0
+        self._answered: int | None = None  # before the latest ended step
 
     def __len__(self) -> int:
         """The number of pending steps."""
@@ -102,7 +111,23 @@ class Steps:
             for req_id, tokens in step.prompts.items():
                 if (request := self._requests.get(req_id)) is not None:
                     request.missing -= tokens
+        elif step.tokens:
+            self._step_cost.add(step.requests, seconds, self._tokens_of(step))
+        self._answered = step.answered
         return step, seconds
+
+    def _tokens_of(self, step: Step) -> int | None:
+        """The tokens that a step answers which only decodes; None if unknown.
+
+        Requests that speculate keep some of their tokens. vLLM says how many they have when it
+        schedules them again. That is of no use if requests have come or gone in between.
+        """
+        if step.answered is None:
+            return step.tokens
+        if self._answered is None:
+            return None
+        tokens = step.answered - self._answered
+        return tokens if step.requests <= tokens <= step.tokens else None
 
     def preempted(self, req_id: str) -> None:
         """What the pending steps compute for the request is lost."""
@@ -169,14 +194,17 @@ def without_quiet(step: SchedulerOutput) -> SchedulerOutput:
 def step_of(step: SchedulerOutput, began: float) -> Step:
     """Cheap for steps that only decode."""
     tokens = step.total_num_scheduled_tokens
-    if tokens == len(step.num_scheduled_tokens):  # one each
-        return Step(began, tokens, {})
+    requests = len(step.num_scheduled_tokens)
+    if tokens == requests:  # one each
+        return Step(began, tokens, {}, requests=requests)
     prompts = {
         req_id: count
         for req_id, count in step.num_scheduled_tokens.items()
         if count > MAX_DECODE_TOKENS
     }
-    return Step(began, tokens, prompts, sum(prompts.values()), _depth_of(prompts, step))
+    answered = sum(step.scheduled_cached_reqs.num_output_tokens)
+    depth = _depth_of(prompts, step)
+    return Step(began, tokens, prompts, sum(prompts.values()), depth, requests, answered)
 
 
 def _depth_of(prompts: dict[str, int], step: SchedulerOutput) -> float:
@@ -228,7 +256,8 @@ _OVERHEAD, _SPEED = 0.01, 1e9
 
 class Workload:
     """`requests` are those that vLLM has, and `steps` what it computes of them. `free_tokens`
-    returns for how many tokens there are free KV blocks. `clock` returns monotonic seconds."""
+    returns for how many of the `kv_tokens` there are free KV blocks. `clock` returns monotonic
+    seconds."""
 
     def __init__(
         self,
@@ -236,18 +265,22 @@ class Workload:
         requests: Mapping[str, Request],
         steps: Steps,
         prefill_rate: PrefillRate,
+        step_cost: StepCost,
         cost_model: CostModel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.free_tokens: Callable[[], int | None] = lambda: None
+        self.kv_tokens: int | None = None
         self.retention = Retention()
         self._serving = serving
         self._requests = requests
         self._steps = steps
         self._prefill_rate = prefill_rate
+        self._step_cost = step_cost
         self._cost_model = cost_model
         self._clock = clock
-        self.prompts: deque[ScheduledPrompt] = deque(maxlen=MAX_PROMPTS)
+        self.prompts: deque[RequestReport] = deque(maxlen=MAX_REPORTS)
+        self.answers: deque[RequestReport] = deque(maxlen=MAX_REPORTS)
         self.computed: deque[ComputedPrefix] = deque(maxlen=MAX_PREFIXES)
         self.marked: deque[MarkedPrompt] = deque(maxlen=MAX_MARKS)
 
@@ -278,7 +311,13 @@ class Workload:
         if name.isprintable():
             keys = request.main_keys()[:MAX_PROMPT_KEYS]
             short = pack(key[-SHORT_KEY:] for key in keys)
-            self.prompts.append(ScheduledPrompt(name, prompt, short))
+            self.prompts.append(RequestReport(name, prompt, short))
+
+    def answered(self, req_id: str, tokens: int) -> None:
+        """The request has ended with an answer of so many tokens."""
+        name = own_id(req_id)
+        if self._requests[req_id].probe is None and is_for_client(name) and name.isprintable():
+            self.answers.append(RequestReport(name, 0, b"", tokens))
 
     # -- called by the replica's thread ------------------------------------------------------
 
@@ -301,7 +340,9 @@ class Workload:
             requests=len(all_),
             known=tuple(islice(filter(str.isprintable, names), MAX_KNOWN)),
             rates=self._rates(),
+            step=self._step_cost.line(),
             free_tokens=self.free_tokens(),
+            kv_tokens=self.kv_tokens,
             retention_s=self.retention.seconds(self._clock()),
         )
 
@@ -335,3 +376,9 @@ def own_id(req_id: str) -> str:
     """A tracker takes it if it is printable: clients choose ids."""
     match = _OWN_ID.fullmatch(req_id)
     return reported_id(match[1] if match else req_id)
+
+
+def is_for_client(name: str) -> bool:
+    """False of what we request ourselves: the prompt of a request that another replica answers, and
+    a named prefix."""
+    return not is_prefill(name) and prefix_of(name) is None

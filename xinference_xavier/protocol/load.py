@@ -16,7 +16,7 @@ from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, 
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
 
 MAX_KNOWN = 4096  # requests of one report
-MAX_PROMPTS = 100  # in one report
+MAX_REPORTS = 100  # of prompts in one report, and as many of answers
 MAX_PROMPT_KEYS = 1 << 16
 """Most keys of one prompt. A tracker remembers thousands of prompts."""
 
@@ -46,6 +46,8 @@ class Serving(NamedTuple):
     """The key with which routers sign the mark in a request's id."""
     drain: Seconds = DEFAULT_DRAIN
     """How long the replica may drain before it is removed."""
+    slots: Count | None = None
+    """Requests that vLLM runs at once (`max_num_seqs`)."""
 
 
 class Load(NamedTuple):
@@ -62,8 +64,13 @@ class Load(NamedTuple):
     """The ids of those whose tokens are counted here. vLLM has not looked at the others yet."""
     rates: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
     """The fields of `routing.load.Rates`."""
+    step: tuple[Seconds, Seconds] | None = None
+    """Seconds in which each answer gets a token, in a step that only decodes: without requests, and
+    for each running one. None before the first measurement."""
     free_tokens: Count | None = None
     """Tokens for which there are free KV blocks; None if unknown."""
+    kv_tokens: Count | None = None
+    """Tokens for which there are KV blocks in all; None if unknown."""
     retention_s: Seconds = 0.0
     """How long the engine's own prefix cache keeps what it holds."""
 
@@ -81,13 +88,17 @@ class Drain(NamedTuple):
     """What they have fetched of that."""
 
 
-class ScheduledPrompt(NamedTuple):
-    """A request that was scheduled for the first time: the packed short keys of its first
-    chunks."""
+class RequestReport(NamedTuple):
+    """What a replica reports of a request: its prompt when it is first scheduled, and its answer
+    when that has ended. The second report has neither tokens nor keys."""
 
     request: Identifier
     tokens: Count
+    """The prompt's."""
     keys: Annotated[bytes, Field(max_length=MAX_PROMPT_KEYS * SHORT_KEY)]
+    """The packed short keys of the prompt's first chunks."""
+    answer: Count | None = None
+    """Tokens of its answer, once it has ended."""
 
 
 class ReplicaLoad(NamedTuple):
@@ -114,11 +125,11 @@ class Observation(NamedTuple):
     complete: bool
     loads: Annotated[tuple[ReplicaLoad, ...], Field(fail_fast=True)]
     gone: Annotated[tuple[Identifier, ...], Field(fail_fast=True)] = ()
-    prompts: Annotated[tuple[ScheduledPrompt, ...], Field(fail_fast=True)] = ()
+    requests: Annotated[tuple[RequestReport, ...], Field(fail_fast=True)] = ()
 
 
-_PROMPTS = TypeAdapter(
-    Annotated[tuple[ScheduledPrompt, ...], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+_REQUESTS = TypeAdapter(
+    Annotated[tuple[RequestReport, ...], Field(max_length=2 * MAX_REPORTS, fail_fast=True)]
 )
 _OBSERVATION = TypeAdapter(Observation)
 
@@ -127,18 +138,18 @@ check_load = checker(Load, "load")
 check_drain = checker(Drain, "drain")
 
 
-def check_prompts(prompts: object) -> tuple[ScheduledPrompt, ...]:
-    good = checked(_PROMPTS, "prompts", prompts)
-    for prompt in good:
-        check_packed("keys", prompt.keys, SHORT_KEY)
+def check_requests(requests: object) -> tuple[RequestReport, ...]:
+    good = checked(_REQUESTS, "requests", requests)
+    for report in good:
+        check_packed("keys", report.keys, SHORT_KEY)
     return good
 
 
 def check_observation(observation: object) -> Observation:
     """All but the update, which a mirror checks."""
     good = checked(_OBSERVATION, "observation", observation)
-    for prompt in good.prompts:
-        check_packed("keys", prompt.keys, SHORT_KEY)
+    for report in good.requests:
+        check_packed("keys", report.keys, SHORT_KEY)
     return good
 
 

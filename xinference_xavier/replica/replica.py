@@ -25,7 +25,7 @@ from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import DISK
-from xinference_xavier.protocol.load import Drain, Load, ScheduledPrompt
+from xinference_xavier.protocol.load import Drain, Load, RequestReport
 from xinference_xavier.protocol.tracker import replica_name, saved_key
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch
@@ -72,7 +72,8 @@ class Engine:
     work_on_probes: Callable[[], list[ProbeResult]]
     """Goes on with what it computes for comparisons."""
     # These return what came since their last call, as `work_on_probes` does:
-    take_prompts: Callable[[], tuple[ScheduledPrompt, ...]]
+    take_prompts: Callable[[], tuple[RequestReport, ...]]
+    take_answers: Callable[[], tuple[RequestReport, ...]]
     take_computed: Callable[[], tuple[ComputedPrefix, ...]]  # of named prefixes
     take_marked: Callable[[], tuple[MarkedPrompt, ...]]  # to be kept
     take_finished: Callable[[], Sequence[Prompt]]  # of requests that ended
@@ -155,7 +156,10 @@ class Replica:
             holdings=self._holdings,
             stats=self.stats,
             load_reporter=LoadReporter(
-                engine.load, engine.take_prompts, ready=lambda: self.warm_join.ended.wait()
+                engine.load,
+                engine.take_prompts,
+                engine.take_answers,
+                ready=lambda: self.warm_join.ended.wait(),
             ),
             on_members=self._members_changed,
             on_joined=lambda secret: spawn(self._process.configure(secret)),

@@ -30,7 +30,7 @@ from xinference_xavier.events import (
     hooks_of,
 )
 from xinference_xavier.pool.tier import Fetch
-from xinference_xavier.protocol.load import Load, ScheduledPrompt
+from xinference_xavier.protocol.load import Load, RequestReport
 from xinference_xavier.protocol.tracker import (
     MAX_PACKED_BYTES,
     MAX_REPORTED,
@@ -148,17 +148,19 @@ _LITTLE = 0.05  # seconds that are never much
 
 class LoadReporter:
     """Reports nothing until `ready` returns: the replica takes requests from then on. `load` is
-    None while the engine starts."""
+    None while the engine starts. Answers wait until something else is reported."""
 
     def __init__(
         self,
         load: Callable[[], Load | None],
-        take_prompts: Callable[[], tuple[ScheduledPrompt, ...]],
+        take_prompts: Callable[[], tuple[RequestReport, ...]],
+        take_answers: Callable[[], tuple[RequestReport, ...]],
         ready: Callable[[], Awaitable[object]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load = load
         self._take_prompts = take_prompts
+        self._take_answers = take_answers
         self._ready = ready
         self._clock = clock
         self._failed = False
@@ -172,7 +174,7 @@ class LoadReporter:
             if (load := self._current_load()) is not None:
                 prompts = self._take_prompts()
                 if now >= at + INTERVAL or prompts or _differs(reported, load, now - at):
-                    listened = await call("report_load", load, prompts)
+                    listened = await call("report_load", load, (*prompts, *self._take_answers()))
                     reported, at = load, now
             await asyncio.sleep(_LOOK if listened else INTERVAL)
 
@@ -189,7 +191,7 @@ class LoadReporter:
 def _differs(reported: Load | None, load: Load, passed: float) -> bool:
     """Whether routers would expect another load `passed` seconds after the report."""
     if reported is None or reported.rates is None or load.prefill_s is None:
-        return load != reported
+        return reported is None or load._replace(step=reported.step) != reported
     expected = max(0.0, (reported.prefill_s or 0.0) - passed)
     return abs(load.prefill_s - expected) > max(_LITTLE, _MUCH * expected)
 

@@ -31,9 +31,9 @@ from xinference_xavier.protocol.load import (
     Drain,
     Load,
     Observation,
-    ScheduledPrompt,
+    RequestReport,
     check_load,
-    check_prompts,
+    check_requests,
 )
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import (
@@ -185,12 +185,12 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         namespace: str,
         incarnation: str,
         load: Load,
-        prompts: tuple[ScheduledPrompt, ...] = (),
+        requests: tuple[RequestReport, ...] = (),
     ) -> bool:
-        """Keep the load of `incarnation`, and the prompts that were scheduled since its last call.
+        """Keep the load of `incarnation`, and what it reports of requests since its last call.
         Returns whether there is a router; if not, the heartbeat's interval is often enough."""
         self._namespaces.find_member(namespace, incarnation)
-        self._observers.report(incarnation, check_load(load), check_prompts(prompts))
+        self._observers.report(incarnation, check_load(load), check_requests(requests))
         return self._observers.listening
 
     async def set_serving(self, namespace: str, incarnation: str, serves: bool) -> None:

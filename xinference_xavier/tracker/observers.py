@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
-from xinference_xavier.protocol.load import Load, Observation, ReplicaLoad, ScheduledPrompt
+from xinference_xavier.protocol.load import Load, Observation, ReplicaLoad, RequestReport
 from xinference_xavier.tracker.namespaces import Namespaces, WatcherBatcher
 
 MAX_REMEMBERED = 2000
-"""Prompts, and incarnations that have left."""
+"""Reports of requests, and incarnations that have left."""
 MAX_PROMPT_BYTES = 16 << 20
-"""Most bytes of the remembered prompts' keys."""
+"""Most bytes of the remembered keys of prompts."""
 
 
 class _Reported(NamedTuple):
@@ -32,22 +32,22 @@ class Loads:
         self.version = self._first = time.time_ns()
         self._latest: OrderedDict[str, _Reported] = OrderedDict()  # in the order of versions
         self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
-        self._prompts: deque[tuple[int, ScheduledPrompt]] = deque()
+        self._requests: deque[tuple[int, RequestReport]] = deque()
         self._prompt_bytes = 0
         self.draining: dict[str, float] = {}
         """The time at which each drain ends, by incarnation."""
 
     def report(
-        self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt], now: float
+        self, incarnation: str, load: Load, requests: Iterable[RequestReport], now: float
     ) -> None:
         self.version += 1
         self._latest[incarnation] = _Reported(self.version, now, load)
         self._latest.move_to_end(incarnation)
-        for prompt in prompts:
-            self._prompts.append((self.version, prompt))
-            self._prompt_bytes += len(prompt.keys)
-        while len(self._prompts) > MAX_REMEMBERED or self._prompt_bytes > MAX_PROMPT_BYTES:
-            _, oldest = self._prompts.popleft()
+        for report in requests:
+            self._requests.append((self.version, report))
+            self._prompt_bytes += len(report.keys)
+        while len(self._requests) > MAX_REMEMBERED or self._prompt_bytes > MAX_PROMPT_BYTES:
+            _, oldest = self._requests.popleft()
             self._prompt_bytes -= len(oldest.keys)
 
     def drain(self, incarnation: str, until: float | None) -> bool:
@@ -96,8 +96,8 @@ class Loads:
             for incarnation, each in reported
         ]
         gone = [name for _, name in takewhile(lambda item: item[0] > seen, reversed(self._gone))]
-        prompts = [
-            each for _, each in takewhile(lambda item: item[0] > seen, reversed(self._prompts))
+        requests = [
+            each for _, each in takewhile(lambda item: item[0] > seen, reversed(self._requests))
         ]
         return Observation(
             None,
@@ -105,7 +105,7 @@ class Loads:
             complete,
             tuple(reversed(loads)),
             () if complete else tuple(reversed(gone)),
-            tuple(reversed(prompts)),
+            tuple(reversed(requests)),
         )
 
 
@@ -138,9 +138,9 @@ class Observers:
         """Whether there is a router."""
         return self._waiting > 0 or self._clock() < self._listened + LISTENS_FOR
 
-    def report(self, incarnation: str, load: Load, prompts: Iterable[ScheduledPrompt]) -> None:
-        # Nobody waits for prompts without a router. They may be long.
-        heard = prompts if self.listening else ()
+    def report(self, incarnation: str, load: Load, requests: Iterable[RequestReport]) -> None:
+        # Nobody waits for these without a router. They may be long.
+        heard = requests if self.listening else ()
         self.loads.report(incarnation, load, heard, self._clock())
         self._changed()
 
