@@ -22,7 +22,7 @@ PARTS = {
     "served": "the same with `vllm bench serve`",
     "scheduler": "what vLLM's scheduler thread spends on us",
     "tracker": "an index of a million keys, and how soon its updates arrive",
-    "routing": "where requests should go: traces and sessions on 2 to 1,000 simulated replicas",
+    "routing": "where requests should go: traces, sessions and common prompts on 2 to 64 replicas",
     "rounds": "sessions of many rounds on two real replicas, routed and in turn",
 }
 

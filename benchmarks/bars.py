@@ -92,13 +92,25 @@ def _half_width(part: Part) -> Values:
     return {"": (steps["high"] - steps["low"]) / 2}
 
 
-def _routed(ratio: str, replicas: int | None = None) -> Callable[[Part], Values]:
-    """At any load, or of so many replicas from load 0.8 on: at half of it prompts hardly wait."""
+def _routed(name: str) -> Callable[[Part], Values]:
+    """Ours ÷ the best other choice. Errors do not count."""
     return lambda part: {
-        f"{run['trace']}, {run['replicas']} × {run['load']:g}": run[ratio]
+        f"{run['trace']}, {run['replicas']} × {run['load']}": run["against_best"][name]
         for run in part["runs"]
         if not run["error"]
-        and (replicas is None or (run["replicas"] == replicas and run["load"] >= 0.8))
+    }
+
+
+def _not_in_turn(part: Part) -> Values:
+    """Of traces and sessions on four replicas, from load 0.8 on: at half of it prompts hardly wait,
+    and a common prompt is soon everywhere."""
+    return {
+        f"{run['trace']}, {run['load']}": run["against_today"]["first_mean_s"]
+        for run in part["runs"]
+        if run["trace"] != "common"
+        and run["replicas"] == 4
+        and run["load"] >= 0.8
+        and not run["error"]
     }
 
 
@@ -143,8 +155,15 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
     ),
     "tracker": (Bar("bytes per key of a mirror", 120.0, lambda part: {"": part["mirror_bytes"]}),),
     "routing": (
-        Bar("mean ÷ that of the best other choice", 1.02, _routed("mean/best")),
-        Bar("99 of 100 ÷ that of the best other choice", 1.02, _routed("p99/best")),
-        Bar("mean with four replicas ÷ that in turn", 0.57, _routed("mean/today", 4)),
+        *(
+            Bar(f"{token} token, {what} ÷ that of the best other choice", 1.02, _routed(name))
+            for token, what, name in (
+                ("first", "mean", "first_mean_s"),
+                ("first", "99 of 100", "first_p99_s"),
+                ("last", "mean", "last_mean_s"),
+                ("last", "99 of 100", "last_p99_s"),
+            )
+        ),
+        Bar("first token, mean with four replicas ÷ that in turn", 0.57, _not_in_turn),
     ),
 }

@@ -1,10 +1,10 @@
-"""Part `routing`: where requests should go, by replaying real traces and sessions of many rounds on
-simulated replicas.
+"""Part `routing`: where requests should go, by playing real traces, sessions of many rounds, and
+questions after one common prompt on simulated replicas.
 
 The router, the tracker's index, the mirror and the pools are the real ones; the rest is in
-`simulator.py`, and the other choices are in `rivals.py`. The reference is whichever of them does
-best. An ideal is computed beside it: one queue for all replicas, which hold everything that was
-ever computed.
+`simulator.py` and `replica_model.py`, and the other choices are in `rivals.py`. The reference is
+whichever of them does best. For traces and sessions an ideal is computed beside it: one queue for
+all replicas, which hold everything that was ever computed and decode elsewhere.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,56 +16,58 @@ import numpy as np
 
 from benchmarks import rivals, traces
 from benchmarks.figures import table
-from benchmarks.simulator import ENGINE, Maker, Result, Simulator
-from benchmarks.traces import CHUNK, Request, Rounds
+from benchmarks.replica_model import ENGINE
+from benchmarks.simulator import EarliestFinish, Maker, Result, Simulator
+from benchmarks.traces import CHUNK, Common, Request, Rounds
 
-REPLICAS = (2, 4, 8, 64, 1000)
+REPLICAS = (2, 4, 8, 64)
 LOADS = (0.5, 0.8, 0.95)
-WHOLE = (4, 1000)
-"""Sizes at which the whole trace is played."""
-REQUESTS = 6000
-"""At other sizes."""
+REQUESTS = 3000
+"""Of a trace."""
 PIECES = 16
-COPIES = {("synthetic", 1000): 3}
 ERRORS = (0.5, 1.0)
 """The shares by which a prompt takes longer or less than forecast, in runs of their own."""
 ERROR_REPLICAS, ERROR_LOAD = 4, 0.8
 ROUNDS_REPLICAS, ROUNDS_LOADS, ROUNDS_SECONDS = (4, 8), (0.5, 0.8, 0.9), 300.0
+COMMON = ((1, 1000), (5, 1000), (10, 1000), (20, 500))
+"""Requests a second, and tokens of an answer."""
+COMMON_REPLICAS, COMMON_SECONDS = 8, 180.0
 QUICK = {
     "REPLICAS": (4,),
-    "WHOLE": (),
     "REQUESTS": 500,
     "ERRORS": (1.0,),
     "ROUNDS_REPLICAS": (4,),
     "ROUNDS_SECONDS": 60.0,
+    "COMMON": ((5, 1000),),
+    "COMMON_SECONDS": 60.0,
 }
 OURS, TODAY = "earliest finish", "in turn"
 POLICIES: Mapping[str, tuple[Maker, bool]] = {
-    OURS: (rivals.EarliestFinish, True),
+    OURS: (EarliestFinish, True),
     "in turn, not shared": (rivals.InTurn, False),
     TODAY: (rivals.InTurn, True),
+    "fewest requests": (rivals.FewestRequests, True),
     "shortest backlog": (rivals.ShortestBacklog, True),
     "SGLang's thresholds": (rivals.Thresholds, True),
     "llm-d's weights": (rivals.Weights, True),
-    "Dynamo's cost": (rivals.Tokens, True),
+    "Dynamo's cost": (rivals.Blocks, True),
 }
 """How a replica is chosen, and whether prefixes are shared."""
+COMPARED = ("first_mean_s", "first_p99_s", "last_mean_s", "last_p99_s")
 
 
 def measure() -> dict[str, Any]:
-    return {"runs": [*_on_traces(), *_on_rounds()]}
+    return {"runs": [*_on_traces(), *_on_rounds(), *_on_common()]}
 
 
 def _on_traces() -> Iterator[dict[str, Any]]:
     cases = [(replicas, load, 0.0) for replicas in REPLICAS for load in LOADS]
     cases += [(ERROR_REPLICAS, ERROR_LOAD, error) for error in ERRORS]
     for name in traces.NAMES:
-        trace = traces.load(name)
+        trace = traces.load(name)[:REQUESTS]
         for replicas, load, error in cases:
-            requests = trace if replicas in WHOLE else trace[:REQUESTS]
-            requests = traces.copied(requests, COPIES.get((name, replicas), 1))
             pieces = PIECES if replicas > PIECES else 1
-            requests = traces.spread(requests, load * replicas * ENGINE.prefill, pieces)
+            requests = traces.spread(trace, load * replicas * ENGINE.prefill, pieces)
             yield _run(name, requests, replicas, load, error)
 
 
@@ -73,11 +75,18 @@ def _on_rounds() -> Iterator[dict[str, Any]]:
     for replicas in ROUNDS_REPLICAS:
         for load in ROUNDS_LOADS:
             requests = Rounds().requests(load * replicas * ENGINE.prefill, ROUNDS_SECONDS)
-            yield _run("rounds", requests, replicas, load, 0.0)
+            yield _run("rounds", requests, replicas, load)
+
+
+def _on_common() -> Iterator[dict[str, Any]]:
+    """Their load is told by requests a second and tokens of an answer."""
+    for per_s, answer in COMMON:
+        requests = Common(answer=answer).requests(per_s, COMMON_SECONDS)
+        yield _run("common", requests, COMMON_REPLICAS, f"{per_s}/s × {answer:,}")
 
 
 def _run(
-    name: str, requests: Sequence[Request], replicas: int, load: float, error: float
+    name: str, requests: Sequence[Request], replicas: int, load: float | str, error: float = 0.0
 ) -> dict[str, Any]:
     policies = {
         policy: summary(Simulator(replicas, maker, shares=shares, error=error).run(requests))
@@ -92,9 +101,8 @@ def _run(
         "seconds": requests[-1].at,
         "ideal_s": _ideal(requests, replicas),
         "policies": policies,
-        "mean/best": _against_best(policies, "mean_s"),
-        "p99/best": _against_best(policies, "p99_s"),
-        "mean/today": policies[OURS]["mean_s"] / policies[TODAY]["mean_s"],
+        "against_best": {each: _against_best(policies, each) for each in COMPARED},
+        "against_today": {each: policies[OURS][each] / policies[TODAY][each] for each in COMPARED},
     }
 
 
@@ -106,25 +114,32 @@ def _against_best(policies: Mapping[str, Mapping[str, float]], name: str) -> flo
 
 
 def summary(result: Result) -> dict[str, float]:
-    """Seconds to the first token, shares of tokens by where they came from, and what it cost."""
-    tokens = result.local + result.fetched + result.read + result.computed
+    """Seconds to the first and to the last token, milliseconds of a token between them, the most
+    requests of a replica ÷ their mean, shares of the prompts' tokens by where they came from, and
+    what it cost."""
+    found = result.tokens
+    tokens = found.local + found.fetched + found.read + found.computed
+    decoding = sum(result.last) - sum(result.first)
     return {
-        "mean_s": mean(result.seconds),
-        "median_s": median(result.seconds),
-        "p99_s": float(np.percentile(result.seconds, 99)),
-        "local": result.local / tokens,
-        "fetched": result.fetched / tokens,
-        "read": result.read / tokens,
+        "first_mean_s": mean(result.first),
+        "first_p99_s": float(np.percentile(result.first, 99)),
+        "last_mean_s": mean(result.last),
+        "last_p99_s": float(np.percentile(result.last, 99)),
+        "token_ms": 1000 * decoding / max(1, sum(result.answers) - len(result.answers)),
+        "most/mean": max(result.sent.values()) / mean(result.sent.values()),
+        "local": found.local / tokens,
+        "fetched": found.fetched / tokens,
+        "read": found.read / tokens,
         "saved": result.saved / tokens,
-        "computed": result.computed / tokens,
-        "moved_bytes": result.fetched // CHUNK * ENGINE.size.bytes,
+        "computed": found.computed / tokens,
+        "moved_bytes": found.fetched // CHUNK * ENGINE.chunk_bytes,
         "choice_us": median(result.choices_us),
     }
 
 
 def _ideal(requests: Sequence[Request], replicas: int) -> float:
-    """The mean, if whichever replica is free takes the next prompt and holds all that was ever
-    computed."""
+    """The mean to the first token, if whichever replica is free takes the next prompt and holds all
+    that was ever computed."""
     known: set[bytes] = set()
     free = [0.0] * replicas
     heapify(free)
@@ -140,23 +155,27 @@ def _ideal(requests: Sequence[Request], replicas: int) -> float:
 
 
 def markdown(part: dict[str, Any]) -> str:
-    """Seconds to the first token, mean / 99 of 100; of the ideal, the mean."""
-    columns = ("trace", "replicas", "load", "requests, seconds", *POLICIES, "ideal", _CHOICE)
-    return table(columns, map(_cells, part["runs"]))
+    """A row for each run and choice: seconds to the first and to the last token, mean / 99 of 100;
+    the ideal is a mean."""
+    columns = ("run", "choice", "first token, s", "last token, s", "ms a token", _MOST, _CHOICE)
+    return table(columns, (row for run in part["runs"] for row in _rows(run)))
 
 
-_CHOICE = "µs of our router per request"
+_MOST = "requests of a replica, most ÷ mean"
+_CHOICE = "µs per choice"
 
 
-def _cells(run: Mapping[str, Any]) -> list[str]:
+def _rows(run: Mapping[str, Any]) -> Iterator[list[str]]:
     error = f", ± {run['error']:.0%}" if run["error"] else ""
-    found = [run["policies"][name] for name in POLICIES]
-    return [
-        run["trace"],
-        f"{run['replicas']:,}",
-        f"{run['load']:g}{error}",
-        f"{run['requests']:,}, {run['seconds']:,.0f}",
-        *(f"{each['mean_s']:.2f} / {each['p99_s']:.1f}" for each in found),
-        f"{run['ideal_s']:.2f}",
-        f"{run['policies'][OURS]['choice_us']:.0f}",
-    ]
+    name = f"{run['trace']}, {run['replicas']} × {run['load']}{error}"
+    for policy, each in run["policies"].items():
+        yield [
+            name,
+            policy,
+            f"{each['first_mean_s']:.2f} / {each['first_p99_s']:.1f}",
+            f"{each['last_mean_s']:.1f} / {each['last_p99_s']:.0f}",
+            f"{each['token_ms']:.1f}",
+            f"{each['most/mean']:.2f}",
+            f"{each['choice_us']:.0f}",
+        ]
+    yield [name, "ideal", f"{run['ideal_s']:.2f}", "", "", "", ""]

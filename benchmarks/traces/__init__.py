@@ -22,6 +22,8 @@ class Request(NamedTuple):
     tokens: int
     keys: Sequence[bytes]
     """The prompt's whole chunks."""
+    answer: int
+    """Tokens; at least 1."""
 
 
 def load(name: str) -> list[Request]:
@@ -34,7 +36,8 @@ def load(name: str) -> list[Request]:
             tokens: int = line["input_length"]
             ids = line["hash_ids"][: tokens // CHUNK]
             chunks = [keys.setdefault(each, _key(each)) for each in ids]
-            found.append(Request(line["timestamp"] / 1000, tokens, chunks))
+            at, answer = line["timestamp"] / 1000, max(1, line["output_length"])
+            found.append(Request(at, tokens, chunks, answer))
     return found
 
 
@@ -50,6 +53,8 @@ class Rounds(NamedTuple):
     system: int = 1000
     history: int = 20_000
     added: int = 200
+    answer: int = 100
+    """Of those added."""
     rounds: int = 10
     pause: float = 10.0
     """Mean seconds between two rounds of a session."""
@@ -74,9 +79,33 @@ class Rounds(NamedTuple):
             own = [_key((user, chunk)) for chunk in range((self.new + CHUNK) // CHUNK)]
             for _ in range(self.rounds):
                 tokens += self.added
-                found.append(Request(at, tokens, [*shared, *own][: tokens // CHUNK]))
+                keys = [*shared, *own][: tokens // CHUNK]
+                found.append(Request(at, tokens, keys, self.answer))
                 at += self.pause * source.uniform(0.7, 1.3)
         return sorted((each for each in found if each.at <= seconds), key=lambda each: each.at)
+
+
+class Common(NamedTuple):
+    """Short questions after one system prompt, with long answers. Lengths are in tokens."""
+
+    system: int = 5120
+    question: int = 80
+    answer: int = 1000
+    """On average: lengths are distributed exponentially, unless they are `fixed`."""
+    fixed: bool = False
+
+    def requests(self, per_s: float, seconds: float) -> list[Request]:
+        """The requests of so many seconds, which arrive at random."""
+        source = random.Random(0)
+        tokens = self.system + self.question
+        keys = [_key(chunk) for chunk in range(self.system // CHUNK)]
+        found = list[Request]()
+        at = source.expovariate(per_s)
+        while at <= seconds:
+            answer = max(1, round(source.expovariate(1 / self.answer)))
+            found.append(Request(at, tokens, keys, self.answer if self.fixed else answer))
+            at += source.expovariate(per_s)
+        return found
 
 
 def spread(trace: Sequence[Request], tokens_per_s: float, pieces: int) -> list[Request]:
@@ -105,7 +134,9 @@ def copied(trace: Sequence[Request], times: int) -> list[Request]:
     for copy in range(1, times):
         keys = {key: _key_of_copy(key, copy) for request in trace for key in request.keys}
         found += [
-            Request(request.at + copy * length, request.tokens, [keys[key] for key in request.keys])
+            request._replace(
+                at=request.at + copy * length, keys=[keys[key] for key in request.keys]
+            )
             for request in trace
         ]
     return found

@@ -1,36 +1,31 @@
 """Each rival follows its own rule."""
 
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from itertools import count
 
 import pytest
 
 from benchmarks import rivals
-from benchmarks.simulator import ENGINE, Policy
+from benchmarks.replica_model import ENGINE, Gauges, ReplicaModel
+from benchmarks.simulator import Cluster, Maker
 from tests.routing.holdings import Held
 from xinference_xavier.routing.choice import Prompt
-from xinference_xavier.routing.load import Report
-from xinference_xavier.routing.router import Router
 
 KEYS = [b"%d" % number for number in range(10)]
 PROMPT = Prompt(5121, KEYS)
+IDLE = Gauges(0, 0, 0.0)
 
 
 class Stage:
-    def __init__(
-        self, maker: Callable[[Router, random.Random], Policy], held: dict[str, list[bytes]]
-    ) -> None:
-        self.router = Router(Held(held), ENGINE.size, random.Random(0))
-        self.policy = maker(self.router, random.Random(0))
-        self.count = 0
-        for name in held:
-            self.router.loads.report(name, Report(0.0, 0, 0.0, 0, ENGINE.rates))
+    def __init__(self, maker: Maker, held: dict[str, list[bytes]], seed: int = 0) -> None:
+        self.gauges = defaultdict[str, Gauges](lambda: IDLE)
+        cluster = Cluster([*held], ENGINE, Held(held), self.gauges.__getitem__)
+        self.policy = maker(cluster, random.Random(seed))
+        self._numbers = count(1)
 
     def send(self, prompt: Prompt = PROMPT) -> str:
-        self.count += 1
-        choice = self.policy.choose(f"{self.count}", prompt, 0.0)
-        self.router.sent(f"{self.count}", choice, 0.0)
-        return choice.replica
+        return self.policy.choose(f"{next(self._numbers)}", prompt, 0.0)
 
 
 def other(number: int, chunks: int = 10) -> Prompt:
@@ -42,10 +37,22 @@ def test_in_turn() -> None:
     assert [stage.send() for _ in range(4)] == ["a", "b", "c", "a"]
 
 
-def test_the_shortest_backlog_ignores_the_prefix() -> None:
+def test_a_request_counts_until_its_last_token() -> None:
+    stage = Stage(rivals.FewestRequests, {"a": [], "b": []})
+    first, second = stage.send(), stage.send()
+    assert first != second
+    stage.policy.answered("1", 1.0)
+    stage.policy.ended("2", 1.0)
+    assert stage.send() == second
+
+
+def test_the_shortest_backlog_is_reported_and_shrinks_and_ignores_the_prefix() -> None:
     stage = Stage(rivals.ShortestBacklog, {"a": KEYS, "b": []})
-    stage.router.loads.report("a", Report(1.0, 0, 0.1, 0, ENGINE.rates))
+    busy = ReplicaModel("a").report(0.0)._replace(prefill_s=0.5)
+    stage.policy.report("a", busy, 0.0)
     assert stage.send() == "b"
+    assert stage.policy.choose("later", PROMPT, 0.45) == "b"
+    assert stage.policy.choose("latest", PROMPT, 0.55) == "a"
 
 
 def test_thresholds_follow_a_long_match_only() -> None:
@@ -60,29 +67,39 @@ def test_thresholds_give_up_the_prefix_when_loads_are_far_apart() -> None:
     assert [stage.send() for _ in range(66)] == ["a"] * 65 + ["b"]
 
 
-def test_weights_count_a_match_twice() -> None:
-    stage = Stage(rivals.Weights, {"a": KEYS, "b": []})
-    assert {stage.send() for _ in range(20)} == {"a"}
-    half = Prompt(10_241, [*KEYS[:4], *(b"new %d" % number for number in range(16))])
-    assert stage.send(half) == "b"
+@pytest.mark.parametrize(
+    ("gauges", "chosen"),
+    [
+        (IDLE, "a"),
+        (Gauges(5, 1, 0.0), "a"),
+        (Gauges(0, 9, 0.9), "a"),
+        (Gauges(5, 9, 0.9), "b"),
+    ],
+)
+def test_weights_count_most_of_a_match_more_than_a_queue_or_a_full_cache(
+    gauges: Gauges, chosen: str
+) -> None:
+    stage = Stage(rivals.Weights, {"a": KEYS[:9], "b": []})
+    stage.gauges["a"] = gauges
+    assert stage.send() == chosen
 
 
-def test_tokens_to_compute_count_until_they_are_answered() -> None:
-    stage = Stage(rivals.Tokens, {"a": KEYS, "b": []})
-    assert stage.send() == "a"
-    assert stage.send(Prompt(512, [])) in {"a", "b"}
-    stage = Stage(rivals.Tokens, {"a": [], "b": []})
+def test_blocks_to_compute_count_until_they_are_answered_and_all_until_the_end() -> None:
+    stage = Stage(rivals.Blocks, {"a": [], "b": []})
     first = stage.send(other(1))
     assert stage.send(other(2, chunks=2)) != first
-    stage.policy.answered("1")
-    assert stage.send(other(3)) == first
+    stage.policy.answered("1", 1.0)
+    assert stage.send(other(3, chunks=4)) != first
+    stage.policy.ended("1", 2.0)
+    assert stage.send(other(4)) == first
 
 
-@pytest.mark.parametrize("maker", [rivals.Thresholds, rivals.Weights, rivals.Tokens])
-def test_equals_are_chosen_at_random(maker: Callable[[Router, random.Random], Policy]) -> None:
-    found = set()
-    for seed in range(20):
-        stage = Stage(maker, {"a": [], "b": []})
-        stage.policy._source = random.Random(seed)  # type: ignore[attr-defined]
-        found.add(stage.send())
-    assert found == {"a", "b"}
+def test_blocks_that_requests_share_count_once() -> None:
+    """So nine of them are less than one prompt that is computed anew."""
+    stage = Stage(rivals.Blocks, {"a": KEYS, "b": []})
+    assert [stage.send() for _ in range(9)] == ["a"] * 9
+
+
+@pytest.mark.parametrize("maker", [rivals.Thresholds, rivals.Weights, rivals.Blocks])
+def test_equals_are_chosen_at_random(maker: Maker) -> None:
+    assert {Stage(maker, {"a": [], "b": []}, seed).send() for seed in range(20)} == {"a", "b"}

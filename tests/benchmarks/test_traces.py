@@ -1,19 +1,23 @@
 """Traces keep their prefixes, whatever they are scaled to."""
 
 from itertools import takewhile
+from statistics import mean
 
 import pytest
 
 from benchmarks import traces
-from benchmarks.traces import CHUNK, Request, Rounds
+from benchmarks.traces import CHUNK, Common, Request, Rounds
 
-REQUESTS = [Request(float(at), 1000, [b"first", b"%d" % at]) for at in range(8)]
+REQUESTS = [Request(float(at), 1000, [b"first", b"%d" % at], 10) for at in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "reuse"), [("conversation", 12_031, 0.36), ("synthetic", 3993, 0.65)]
+    ("name", "count", "reuse", "answer"),
+    [("conversation", 12_031, 0.36, 343), ("synthetic", 3993, 0.65, 149)],
 )
-def test_a_trace_has_its_requests_in_order_of_arrival(name: str, count: int, reuse: float) -> None:
+def test_a_trace_has_its_requests_in_order_of_arrival(
+    name: str, count: int, reuse: float, answer: int
+) -> None:
     trace = traces.load(name)
     assert len(trace) == count
     assert trace == sorted(trace, key=lambda request: request.at)
@@ -25,6 +29,7 @@ def test_a_trace_has_its_requests_in_order_of_arrival(name: str, count: int, reu
         known.update(request.keys)
     tokens = sum(request.tokens for request in trace)
     assert hits * CHUNK / tokens == pytest.approx(reuse, abs=0.02)
+    assert round(mean(request.answer for request in trace)) == answer
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -60,3 +65,14 @@ def test_rounds_begin_with_the_system_prompt_and_what_the_user_has_said() -> Non
         assert before is None or list(before.keys) == list(request.keys[: len(before.keys)])
         longest[request.keys[1]] = request
     assert len(longest) * Rounds().new / 200.0 == pytest.approx(10_000.0, rel=0.2)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_common_questions_differ_only_after_the_system_prompt(fixed: bool) -> None:
+    requests = Common(fixed=fixed).requests(per_s=10, seconds=300.0)
+    assert len(requests) == pytest.approx(3000, rel=0.1)
+    assert {request.tokens for request in requests} == {5200}
+    assert {tuple(request.keys) for request in requests} == {tuple(requests[0].keys)}
+    answers = [request.answer for request in requests]
+    assert mean(answers) == pytest.approx(1000, rel=0.1)
+    assert (len(set(answers)) == 1) is fixed
