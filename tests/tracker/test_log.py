@@ -65,10 +65,9 @@ def test_a_lost_replica_that_comes_back_has_recovered(
     assert membership.joined(name, member) is None
 
 
-def test_the_remembered_replicas_are_bounded(
-    membership: Membership, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_remembered_replicas_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
+    membership = Membership("m")
     for number in range(3):
         membership.joined("", Member(str(number), "host:1"))
     assert isinstance(membership.joined("", Member("0", "host:1")), ReplicaJoined), "long forgotten"

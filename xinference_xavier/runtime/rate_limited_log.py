@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cachetools import LRUCache
+
 REMINDER_INTERVAL = 600.0  # seconds
 MAX_CONDITIONS = 1000
 
@@ -20,12 +22,12 @@ class _Logged:
 
 class RateLimitedLog:
     """Logs a condition when it first occurs, then once per `REMINDER_INTERVAL` with the number of
-    repetitions. Keeps the newest `MAX_CONDITIONS`."""
+    repetitions. Keeps the latest `MAX_CONDITIONS`."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._logged: dict[str, _Logged] = {}  # by condition, the newest last
+        self._logged: LRUCache[str, _Logged] = LRUCache(MAX_CONDITIONS)
 
     def warn(
         self,
@@ -45,7 +47,4 @@ class RateLimitedLog:
             message += " repeated=%d"
             args = (*args, last.repeated)
         self._logger.log(level, message, *args, exc_info=exc_info)
-        self._logged.pop(condition, None)
         self._logged[condition] = _Logged(now)
-        if len(self._logged) > MAX_CONDITIONS:
-            del self._logged[next(iter(self._logged))]

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
+from cachetools import LRUCache
+
 from xinference_xavier.errors import shown
 from xinference_xavier.events import (
     Event,
@@ -37,15 +39,15 @@ class Membership:
 
     def __init__(self, model_uid: str) -> None:
         self._model_uid = model_uid
-        self._names: dict[str, str] = {}  # by incarnation
-        self._lost: dict[str, str] = {}  # incarnations, by name
+        self._names: LRUCache[str, str] = LRUCache(MAX_REMEMBERED)  # by incarnation
+        self._lost: LRUCache[str, str] = LRUCache(MAX_REMEMBERED)  # incarnations, by name
 
     def joined(self, name: str, member: Member) -> Event | None:
         """The event to report; None for a member that only renews or changes its namespace."""
         incarnation, address, _ = member
         name = name or incarnation
         has_joined = self._names.get(incarnation) == name
-        _remember(self._names, incarnation, name)
+        self._names[incarnation] = name
         if self._lost.pop(name, None) is not None:
             event: type[ReplicaJoined | ReplicaRecovered] = ReplicaRecovered
         elif has_joined:
@@ -61,15 +63,8 @@ class Membership:
 
     def lost(self, incarnation: str) -> Event:
         name = self.name_of(incarnation)
-        _remember(self._lost, name, incarnation)
+        self._lost[name] = incarnation
         return ReplicaLost(model_uid=self._model_uid, replica=name, incarnation=incarnation)
-
-
-def _remember(entries: dict[str, str], key: str, value: str) -> None:
-    entries.pop(key, None)
-    entries[key] = value
-    if len(entries) > MAX_REMEMBERED:
-        del entries[next(iter(entries))]
 
 
 class StartupErrors:
