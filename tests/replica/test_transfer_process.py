@@ -18,6 +18,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import PullOrder, PullResult, Startup, Ticket
 from xinference_xavier.replica import transfer_process as process_module
 from xinference_xavier.replica.transfer_process import TransferProcess
+from xinference_xavier.runtime.backoff import Backoff
 
 GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 NONE = "tests.transfer.no_transport:NoTransport"
@@ -107,14 +108,22 @@ async def test_after_a_long_life_the_next_one_starts_soon(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pauses grow only if it dies again and again."""
+    pauses = []
+
+    class Noted(Backoff):
+        def pause(self) -> float:
+            pauses.append(super().pause())
+            return 0.0
+
     monkeypatch.setattr(process_module, "_STABLE_AFTER", 0.0)
-    monkeypatch.setattr(process_module, "_RESTART_PAUSES", (0.0, 10 * PATIENCE))
+    monkeypatch.setattr(process_module, "_RESTART_PAUSES", (1.0, 10.0))
+    monkeypatch.setattr(process_module, "Backoff", Noted)
     async with running(region) as process:
         for starts in (1, 2):
             await until(lambda starts=starts: process.pid and process.starts == starts)
-            old = process.pid
-            os.kill(old, 9)
-            await until(lambda old=old: process.pid != old)
+            os.kill(process.pid, 9)
+        await until(lambda: process.starts == 3)
+    assert pauses == [1.0, 1.0]
 
 
 @pytest.mark.process

@@ -34,6 +34,7 @@ from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.canary import ProbeResult, Sketch, difference
+from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class Probes:
         self._next_audit = self._next_candidate = clock() + AUDIT_INTERVAL
         self._log = RateLimitedLog(logger)
         self._not_before = 0.0  # the next request, after one was lost
-        self._pause = _PAUSE
+        self._backoff = Backoff(_PAUSE, _LONGEST_PAUSE)
         self._loaded: deque[Probe] = deque()
         self._stored: deque[tuple[Probe, int, Sequence[Row]]] = deque()
 
@@ -229,7 +230,8 @@ class Probes:
             if not probe.audit:
                 results.append(ProbeResult(_canary_name(end), sketch))
             if probe.sketches.keys() == probe.ends:
-                self._running, self._pause = None, _PAUSE
+                self._running = None
+                self._backoff.reset()
                 if probe.audit:
                     results.append(_compared(probe))
                 else:
@@ -263,8 +265,7 @@ class Probes:
 
     def _wait(self, now: float) -> None:
         """Longer each time in a row: each try costs the engine a prompt."""
-        self._not_before = now + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._not_before = now + self._backoff.pause()
 
     def _next_canary(self, now: float, epoch: int) -> Probe | None:
         end = next((end for end in self._canaries if self._computed.get(end) != epoch), None)

@@ -26,6 +26,7 @@ from xinference_xavier.frontend.prefix import NewPrefix, Prefix, Terms, question
 from xinference_xavier.protocol.prefixes import Kept, KeptPrefix, request_id
 from xinference_xavier.protocol.tracker import pack_question
 from xinference_xavier.runtime.aio import spawn, within
+from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import KnownLoad
 
@@ -36,7 +37,7 @@ _ABSENT = 5.0
 """Seconds until a model that does not answer is asked again."""
 _PATIENCE = 600.0
 """Seconds for a prefix to be computed."""
-_MIN_BACKOFF, _MAX_BACKOFF = 2.0, 300.0
+_BACKOFF = 2.0, 300.0
 _TRIES = 2
 """Requests beyond one per replica before a new prefix waits until its replicas are idle."""
 _FAILURES = 2
@@ -53,7 +54,7 @@ _T = TypeVar("_T")
 class _Try:
     """The backoff of one replica that has computed a prefix."""
 
-    backoff: float = _MIN_BACKOFF
+    backoff: Backoff = field(default_factory=lambda: Backoff(*_BACKOFF))
     not_before: float = 0.0
 
 
@@ -349,8 +350,7 @@ class Keeper:
             )
         finally:
             tried = making.tries.setdefault(making.computing, _Try())
-            tried.not_before = self._clock() + tried.backoff
-            tried.backoff = min(_MAX_BACKOFF, 2 * tried.backoff)
+            tried.not_before = self._clock() + tried.backoff.pause()
             making.computing, making.task = "", None
 
 

@@ -12,7 +12,6 @@ The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -39,6 +38,7 @@ from xinference_xavier.protocol.tracker import (
 from xinference_xavier.replica.reports import ClientCounts, LoadReporter, Publisher
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.validate import check_count
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class TrackerClient:
         # Its transfer process learns the secret from the join, so it serves nobody yet.
         member = Member(self._incarnation, address, serves=False)
         loop = asyncio.get_running_loop()
-        backoff = MIN_BACKOFF
+        backoff = Backoff(MIN_BACKOFF, MAX_BACKOFF, jitter=True)
         while not self._leaving:
             started = loop.time()
             self._retry_now.clear()
@@ -203,10 +203,9 @@ class TrackerClient:
             finally:
                 await self._end_session()
             if loop.time() - started > MAX_BACKOFF:
-                backoff = MIN_BACKOFF
+                backoff.reset()
             with suppress(TimeoutError):
-                await within(backoff * random.uniform(0.5, 1.0), self._retry_now.wait())
-            backoff = min(MAX_BACKOFF, 2 * backoff)
+                await within(backoff.pause(), self._retry_now.wait())
 
     async def claim(self, claim: Claim) -> None:
         """Ask the tracker who computes `claim`. Without an answer in time, it is ours."""

@@ -28,6 +28,7 @@ from xinference_xavier.protocol.transfer import (
     parse_started,
 )
 from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, within
+from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.host import parent_pid
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
@@ -38,7 +39,7 @@ _REGISTERED_PER_SECOND = 1 << 30  # bytes of the pool; NIXL took half a second f
 _CALL_TIMEOUT = 2.0
 _CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # after its deadline, before a call counts as stuck
-_RESTART_PAUSES = (0.1, 0.5, 2.0, 10.0)
+_RESTART_PAUSES = 0.1, 10.0
 _STABLE_AFTER = 60.0
 
 
@@ -104,7 +105,7 @@ class TransferProcess:
 
     async def run(self) -> None:
         """Keep a process alive until cancelled; then end it."""
-        failures = 0
+        backoff = Backoff(*_RESTART_PAUSES)
         while True:
             began = time.monotonic()
             try:
@@ -124,8 +125,9 @@ class TransferProcess:
                     await _end(child.process)
                 code = child.process.returncode
                 self._log.warn("end", "transfer process ended: exit_code=%s", code)
-            failures = 1 if time.monotonic() - began > _STABLE_AFTER else failures + 1
-            await asyncio.sleep(_RESTART_PAUSES[min(failures, len(_RESTART_PAUSES)) - 1])
+            if time.monotonic() - began > _STABLE_AFTER:
+                backoff.reset()
+            await asyncio.sleep(backoff.pause())
 
     async def _start(self) -> _Child:
         ours, theirs = socket.socketpair()

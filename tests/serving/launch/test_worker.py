@@ -185,7 +185,7 @@ async def test_other_states_are_told_at_once(address: str, state: str) -> None:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(module, "_PAUSES", (0.01, 0.01))
     monkeypatch.setattr(module, "_PATIENCE", PATIENCE)
 
 

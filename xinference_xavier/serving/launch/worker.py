@@ -27,6 +27,7 @@ from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.protocol.tracker import Member, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import UNREACHABLE, ask, within
+from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.launch import Method
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
@@ -34,7 +35,7 @@ from xinference_xavier.vllm_versions import SHARES, UNTESTED
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 30.0  # seconds
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between two questions; a thousand replicas may ask
+_PAUSES = 0.05, 1.0  # seconds, between two questions; a thousand replicas may ask
 _CALL_TIMEOUT = 5.0
 
 
@@ -60,7 +61,7 @@ async def wait_until_serving(worker: Any, replica: str, config: XavierConfig, en
 async def _until_serving(worker: Any, replica: str, config: XavierConfig, engines: int) -> None:
     model = seam.model_on(worker, replica)
     members: list[Member]
-    pause = _FIRST_PAUSE
+    backoff = Backoff(*_PAUSES)
     while seam.model_on(worker, replica) is model:
         try:
             members = await _ask_tracker(config, "members_of", replica)
@@ -71,8 +72,7 @@ async def _until_serving(worker: Any, replica: str, config: XavierConfig, engine
         if len(members) >= engines and all(member.serves for member in members):
             await _until_warm(members, config)
             return
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        await asyncio.sleep(backoff.pause())
 
 
 async def _until_warm(members: list[Member], config: XavierConfig) -> None:
