@@ -16,8 +16,8 @@ a prompt gives the answer's first token. Bytes do not move.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
 from enum import Enum, auto
 from heapq import heappop, heappush
 from math import ceil, inf
@@ -179,6 +179,10 @@ class Tokens:
     fetched: int = 0
     read: int = 0
     computed: int = 0
+
+    @classmethod
+    def sum(cls, parts: Iterable["Tokens"]) -> "Tokens":
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 @dataclass(slots=True)

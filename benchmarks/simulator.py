@@ -14,7 +14,6 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -127,8 +126,7 @@ class EarliestFinish:
         self._router.loads.report(replica, report)
 
 
-@dataclass
-class Result:
+class Result(NamedTuple):
     """Seconds to the first and to the last token of each request, and the answers' tokens, in order
     of arrival; how many requests each replica got; the prompts' tokens by where they came from, and
     those that are saved on the disk at the end; microseconds of the policy by request."""
@@ -137,9 +135,9 @@ class Result:
     last: list[float]
     answers: list[int]
     sent: Counter[str]
-    tokens: Tokens = field(default_factory=Tokens)
-    saved: int = 0
-    choices_us: list[float] = field(default_factory=list)
+    tokens: Tokens
+    saved: int
+    choices_us: list[float]
 
 
 class _Peers(Elsewhere):
@@ -228,27 +226,22 @@ class Simulator:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._news = False
-        self._left = 0
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._choices_us: list[float] = []
         names = [f"replica {number}" for number in range(replicas)]
         for name in names:
             self._index.join(Member(name, "127.0.0.1:1"), 32 + len(GROUP), 0.0)
             self._peers.add(name)
         self._replicas = self._peers.replicas
-        self._wakes = dict.fromkeys(names, inf)
+        self._wakes = dict.fromkeys(names, inf)  # when each is looked at next
         self._sequences = Counter[str]()
         self._scraped: dict[str, tuple[float, Gauges]] = {}
         self._policy = maker(Cluster(names, engine, self._mirror, self._scrape), random.Random(0))
-        self._result: Result
+        self._sent = Counter(dict.fromkeys(names, 0))
         self._hear()
 
     def run(self, requests: Sequence[Request]) -> Result:
-        count = self._left = len(requests)
-        result = self._result = Result(
-            [0.0] * count,
-            [0.0] * count,
-            [request.answer for request in requests],
-            Counter(dict.fromkeys(self._replicas, 0)),
-        )
         for replica in self._replicas.values():
             self._report(replica, first=True)
         for number, request in enumerate(requests):
@@ -256,15 +249,18 @@ class Simulator:
                 self._next()
             self._now = request.at
             self._arrive(f"{number}", request)
-        while self._left:
+        while len(self._last) < len(requests):
             self._next()
-        for each in self._replicas.values():
-            result.tokens.local += each.tokens.local
-            result.tokens.fetched += each.tokens.fetched
-            result.tokens.read += each.tokens.read
-            result.tokens.computed += each.tokens.computed
-        result.saved = len(self._peers.saved) * self._engine.chunk
-        return result
+        names = [f"{number}" for number in range(len(requests))]
+        return Result(
+            [self._first[name] for name in names],
+            [self._last[name] for name in names],
+            [request.answer for request in requests],
+            self._sent,
+            Tokens.sum(replica.tokens for replica in self._replicas.values()),
+            len(self._peers.saved) * self._engine.chunk,
+            self._choices_us,
+        )
 
     def _at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
@@ -280,8 +276,8 @@ class Simulator:
         prompt = Prompt(request.tokens, request.keys)
         began = time.perf_counter()
         replica = self._policy.choose(name, prompt, self._now)
-        self._result.choices_us.append((time.perf_counter() - began) * 1e6)
-        self._result.sent[replica] += 1
+        self._choices_us.append((time.perf_counter() - began) * 1e6)
+        self._sent[replica] += 1
         slower = 1 + self._error * random.Random(name).uniform(-1, 1)
         job = Job(name, request, slower)
         self._at(self._now + self._engine.transit, self._receive, self._replicas[replica], job)
@@ -341,10 +337,9 @@ class Simulator:
             self._news = True
             self._at(self._now + NEWS, self._hear)
         self._policy.answered(job.name, self._now)
-        self._result.first[int(job.name)] = event.at - job.asked.at
+        self._first[job.name] = event.at - job.asked.at
 
     def _ended(self, event: Event) -> None:
         job = event.job
         self._policy.ended(job.name, self._now)
-        self._result.last[int(job.name)] = event.at - job.asked.at
-        self._left -= 1
+        self._last[job.name] = event.at - job.asked.at
