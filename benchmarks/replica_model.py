@@ -154,6 +154,8 @@ class State(NamedTuple):
     waiting: int
     """Requests that are not admitted yet."""
     running: int
+    decoding: int
+    """Of those that run."""
     known: frozenset[str]
     """The names of all of them."""
     free_tokens: int
@@ -268,6 +270,7 @@ class ReplicaModel:
             prefill_s=seconds,
             waiting=len(self._waiting),
             running=self._running,
+            decoding=len(self._decoding),
             known=frozenset(names),
             free_tokens=self._engine.kv_tokens - self._used,
             engine=self._engine,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.replica_model import Gauges, State
 from benchmarks.simulator import Cluster
-from xinference_xavier.routing.choice import Prompt
+from xinference_xavier.routing.forecast import Prompt
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +86,7 @@ class _Rival(ABC):
         sent.view.missing -= sent.missing
         del self._computing[request]
 
-    def ended(self, request: str, now: float) -> None:
+    def ended(self, request: str, answer: int, now: float) -> None:
         view, prompt, _ = self._sent.pop(request)
         view.requests -= 1
         view.active.subtract(prompt.keys)

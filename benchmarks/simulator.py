@@ -37,9 +37,11 @@ from xinference_xavier.mirror import Mirror, PeerSets
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.protocol.tracker import Member, pack
 from xinference_xavier.replica.disk import REMEMBERED
-from xinference_xavier.routing.choice import Chunks, Prompt
-from xinference_xavier.routing.load import Rates, Report
+from xinference_xavier.routing.forecast import Chunks, Prompt
+from xinference_xavier.routing.replica import Rates, Replica, Report, Step
+from xinference_xavier.routing.route import Route
 from xinference_xavier.routing.router import Router
+from xinference_xavier.routing.texts import Text
 from xinference_xavier.tracker.index import Index
 
 REPORTS = 2.0
@@ -50,23 +52,12 @@ NEWS = 0.02
 """Seconds until a publication is in the mirrors."""
 
 
-class Holdings(Protocol):
-    """Who holds what, such as `Mirror`."""
-
-    @property
-    def sets(self) -> PeerSets: ...
-
-    def full_set(self, key: bytes) -> int: ...
-
-    def usable_set(self, key: bytes) -> int: ...
-
-
 class Cluster(NamedTuple):
     """What a policy can know of the replicas."""
 
     names: Sequence[str]
     engine: Engine
-    holdings: Holdings
+    holdings: Mirror
     scrape: Callable[[str], Gauges]
     """What the metrics of a replica said lately."""
 
@@ -80,7 +71,7 @@ class Policy(Protocol):
     def answered(self, request: str, now: float) -> None:
         """The first token has come."""
 
-    def ended(self, request: str, now: float) -> None:
+    def ended(self, request: str, answer: int, now: float) -> None:
         """The last token has come."""
 
     def report(self, replica: str, state: State, now: float) -> None:
@@ -99,19 +90,25 @@ class EarliestFinish:
         self._router = Router(cluster.holdings, size, source)
         byte_s = 1 / engine.fetch / engine.token_bytes
         self._rates = Rates(1 / engine.prefill, 0.0, engine.fetch_s, byte_s)
+        self._step = Step(engine.base_s, engine.slope_s)
+        self._routes: dict[str, Route] = {}
 
     def choose(self, request: str, prompt: Prompt, now: float) -> str:
+        prompt = prompt._replace(answer=self._router.answers.expected("", 0))
         choice = self._router.choose(prompt, now)
         if choice is None:
             raise RuntimeError("no replica accepts a request")
-        self._router.sent(request, choice, now)
+        route = self._routes[request] = Route(Text(0, ()), "", 0, True, now)
+        self._router.routes.add(route)
+        self._router.send(route, choice, now)
         return choice.replica
 
     def answered(self, request: str, now: float) -> None:
-        self._router.answered(request)
+        self._router.answered(self._routes[request], now)
 
-    def ended(self, request: str, now: float) -> None:
-        self._router.ended(request)
+    def ended(self, request: str, answer: int, now: float) -> None:
+        self._router.end(self._routes.pop(request))
+        self._router.answers.learn("", 0, answer)
 
     def report(self, replica: str, state: State, now: float) -> None:
         report = Report(
@@ -119,11 +116,16 @@ class EarliestFinish:
             state.prefill_tokens,
             state.prefill_s,
             state.waiting + state.running,
+            state.decoding,
+            {self._routes[name] for name in state.known if name in self._routes},
             self._rates,
-            free_tokens=state.free_tokens,
-            known=state.known,
+            self._step,
+            state.engine.requests,
+            state.free_tokens,
+            state.engine.kv_tokens,
         )
-        self._router.loads.report(replica, report)
+        known = self._router.replicas.get(replica)
+        self._router.report(known or Replica(replica, replica, replica, report), report)
 
 
 class Result(NamedTuple):
@@ -341,5 +343,5 @@ class Simulator:
 
     def _ended(self, event: Event) -> None:
         job = event.job
-        self._policy.ended(job.name, self._now)
+        self._policy.ended(job.name, job.asked.answer, self._now)
         self._last[job.name] = event.at - job.asked.at

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _Selector(selectors.DefaultSelector):
     now = 1000.0
 
     def select(self, timeout: float | None = None) -> Any:

@@ -1,8 +1,8 @@
 """A model's replicas on paper, behind xinference's own text routes.
 
-Time is virtual. What routes is real: xinference's routes, the middleware, `RoutedModel`, the model's
-router, the tracker's index and what it tells routers. A replica is a `ReplicaModel`: it prefills,
-fetches, decodes, and reports every two seconds. There is no engine, no actor and no socket.
+Time is virtual. What routes is real: xinference's routes, the middleware, `RoutedModel`, the
+model's router, the tracker's index and what it tells routers. A replica is a `ReplicaModel`: it
+prefills, fetches, decodes, and reports every two seconds. There is no engine, no actor, no socket.
 
 A scenario is a list of what happens when. Each request gets an `Answer`, whose `line` says where it
 went and when it ended.
@@ -22,6 +22,7 @@ from typing import Any
 
 import xoscar as xo
 from fastapi import APIRouter, FastAPI
+from starlette.types import Message
 
 from benchmarks.replica_model import Elsewhere, Engine, Job, ReplicaModel, Source, Taken, Token
 from benchmarks.traces import GROUP, Request
@@ -464,7 +465,7 @@ class World:
             await asked.gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 asked.status = message["status"]
                 asked.headers = {

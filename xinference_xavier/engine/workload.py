@@ -338,6 +338,7 @@ class Workload:
             prefill_tokens=sum(rest for _, rest in missing),
             prefill_s=self._seconds(missing),
             requests=len(all_),
+            decoding=sum(each.missing <= MAX_DECODE_TOKENS for _, each in known),
             known=tuple(islice(filter(str.isprintable, names), MAX_KNOWN)),
             rates=self._rates(),
             step=self._step_cost.line(),

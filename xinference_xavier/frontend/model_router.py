@@ -9,8 +9,7 @@ Threading: one event loop.
 import asyncio
 import math
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -76,16 +75,12 @@ def _group(incarnation: str, replica: str) -> str:
 
 
 class ModelRouter:
-    """`clock` returns monotonic seconds."""
-
-    def __init__(
-        self, source: random.Random | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, source: random.Random | None = None) -> None:
         self.counts = RoutingStats()
         self.mirror = Mirror("")
         self.version = 0
         """The version of the loads that were observed last."""
-        self._clock = clock
+        self._clock = asyncio.get_running_loop().time
         self._source = source or random.Random()
         self._serving: Serving | None = None
         self._router: Router

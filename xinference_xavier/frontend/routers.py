@@ -7,14 +7,15 @@ Threading: one event loop.
 
 import asyncio
 import logging
-import random
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+from cachetools import TTLCache
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.runtime.aio import CANCEL_GRACE, within
+from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ WATCH = 10.0
 """Seconds that an observation may wait for news."""
 _DEADLINE = 5.0
 _PIECE_PAUSE = 0.0005
-_MIN_BACKOFF, _MAX_BACKOFF = 0.1, 2.0
+_BACKOFF = 0.1, 2.0
 _ASK_AGAIN = 2.0
 """Seconds after which a model that did not share is looked for again."""
 _MAX_ABSENT = 1000
@@ -39,12 +40,13 @@ class Routers:
         self._log = RateLimitedLog(logger)
         self._routers: dict[str, ModelRouter] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
-        self._absent: dict[str, float] = {}  # until when, by model uid
+        # Models that did not share lately.
+        self._absent: TTLCache[str, None] = TTLCache(_MAX_ABSENT, _ASK_AGAIN)
 
     def get(self, model_uid: str) -> ModelRouter | None:
         """None while the model is not known to share; it is looked for in the background."""
         router = self._routers.get(model_uid)
-        if model_uid not in self._looking and time.monotonic() >= self._absent.get(model_uid, 0.0):
+        if model_uid not in self._looking and model_uid not in self._absent:
             self._looking[model_uid] = asyncio.ensure_future(self._run(model_uid))
         return router
 
@@ -59,16 +61,14 @@ class Routers:
         try:
             await self._observe(model_uid)
         except NotFoundError:
-            self._absent[model_uid] = time.monotonic() + _ASK_AGAIN
-            if len(self._absent) > _MAX_ABSENT:
-                del self._absent[next(iter(self._absent))]
+            self._absent[model_uid] = None
         finally:
             del self._looking[model_uid]
             if (router := self._routers.pop(model_uid, None)) is not None:
                 router.close()
 
     async def _observe(self, model_uid: str) -> None:
-        router, backoff = ModelRouter(), _MIN_BACKOFF
+        router, backoff = ModelRouter(), Backoff(*_BACKOFF, jitter=True)
         while True:
             try:
                 tracker = await self._find(model_uid)
@@ -78,15 +78,14 @@ class Routers:
                         router = ModelRouter()
                         continue
                     self._routers[model_uid] = router
-                    backoff = _MIN_BACKOFF
+                    backoff.reset()
             except NotFoundError:
                 raise
             except Exception:
                 router.counts.failures += 1
                 router.admit()  # what is known of the replicas may have expired
                 self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(_MAX_BACKOFF, 2 * backoff)
+            await asyncio.sleep(backoff.pause())
 
 
 async def observe(tracker: Any, router: ModelRouter) -> bool:

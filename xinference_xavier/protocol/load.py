@@ -60,10 +60,12 @@ class Load(NamedTuple):
     """The same in seconds; None before the first measurement."""
     requests: Count
     """Waiting and running requests."""
+    decoding: Count = 0
+    """Those whose prompt has been computed."""
     known: Annotated[tuple[Identifier, ...], Field(max_length=MAX_KNOWN)] = ()
     """The ids of those whose tokens are counted here. vLLM has not looked at the others yet."""
     rates: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
-    """The fields of `routing.load.Rates`."""
+    """The fields of `routing.replica.Rates`."""
     step: tuple[Seconds, Seconds] | None = None
     """Seconds in which each answer gets a token, in a step that only decodes: without requests, and
     for each running one. None before the first measurement."""
