@@ -16,15 +16,12 @@ from xinference.core.supervisor import SupervisorActor
 from xinference.core.worker import WorkerActor
 
 from tests.serving.launch.launching import ARGUMENTS, supervisor_class
-from tests.serving.supervisors import api_context, gateway_to
+from tests.serving.supervisors import api_context
 from tests.serving.text_api import WRAPPED
-from xinference_xavier.client.doctor import Finding, process_findings
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.answers import model_access
-from xinference_xavier.serving.extension import XavierExtension
-from xinference_xavier.serving.gateway import cluster_info, supervisor_process_info
 from xinference_xavier.serving.launch.supervisor import xavier_models
-from xinference_xavier.serving.routing import RoutingMiddleware, add_routing
+from xinference_xavier.serving.routing import add_routing
 from xinference_xavier.serving.seam import Feature
 
 
@@ -122,45 +119,9 @@ async def test_without_sharing_launches_are_xinference_s(monkeypatch: pytest.Mon
     assert await xavier_models(supervisor) == {}
 
 
-def test_an_api_without_any_of_it_has_our_routes_and_says_what_is_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    missing = {feature: {"xinference": ("nothing",)} for feature in Feature}
-    monkeypatch.setattr(seam, "NEEDS", missing)
-    monkeypatch.setattr(seam, "NEWER", frozenset())
-    before, api = restful_api.require_model, api_context()
-    XavierExtension().configure_api(api)
-    assert restful_api.require_model is before
-    assert RoutingMiddleware not in [each.cls for each in api.app.user_middleware]
-    assert {"/v1/xavier/{model_uid}", "/xavier/"} <= {route.path for route in api.router.routes}
-    logged = [each.message for each in caplog.records if each.name == seam.logger.name]
-    assert len(logged) == len(Feature)
-
-
 def test_without_xinference_s_check_nobody_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(AdvancedAuthService, "validate_model_access")
     request: Any = SimpleNamespace(state=SimpleNamespace(), headers={})
     model_access(api_context())(request, "m")
     with pytest.raises(HTTPException, match="403"):
         model_access(api_context(object()))(request, "m")
-
-
-async def test_doctor_reports_what_was_missing_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(SupervisorActor, "_gen_model_uid")
-    monkeypatch.delattr(restful_api, "require_model")
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    supervisor = SimpleNamespace(address="127.0.0.1:1")  # it knows no workers either
-    supervisor.xavier_process_info = lambda: supervisor_process_info(supervisor)
-    supervisor.xavier_models = lambda: xavier_models(supervisor)
-    gateway = gateway_to(supervisor)
-    assert (await cluster_info(gateway))["api"]["faults"] == {}
-    XavierExtension().configure_api(api_context())
-    findings = [*process_findings(await cluster_info(gateway))]
-    assert [*map(known, findings)] == [
-        (f"SupervisorActor._gen_model_uid is gone: {Feature.SHARING}", True),
-        (f"xinference.api.restful_api.require_model is gone: {Feature.ROUTING}", False),
-    ]
-
-
-def known(finding: Finding) -> tuple[str, bool]:
-    return finding.problem.partition("we know: ")[2], finding.grave

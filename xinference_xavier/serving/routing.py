@@ -1,7 +1,7 @@
 """Puts routing between xinference's text routes and the replicas of a model.
 
-xinference 4.1 and 4.0 have no seam for it. Their routes find a model by the module's function
-`require_model`, which is wrapped. If that is missing, requests go in turn, as without us.
+xinference 4.1 has no seam for it. Its routes find a model by the module's function `require_model`,
+which is wrapped.
 
 A middleware keeps the request of a text route at hand until a replica is chosen for it, and ends
 its route. The request is xinference's own, with the body as xinference has read it. Nothing is read
@@ -249,8 +249,6 @@ ContentOf = Callable[[str, str, str], Awaitable[Mapping[str, Any]]]
 
 def add_routing(context: Any, routers: Routers, content_of: ContentOf) -> None:
     """`context` is xinference's APIExtensionContext."""
-    if not (seam.works(seam.Feature.FINDING) and seam.works(seam.Feature.ROUTING)):
-        return
     missing = seam.TEXT_ENDPOINTS - remember_texts(context.router)
     if missing:
         logger.warning(
@@ -258,8 +256,7 @@ def add_routing(context: Any, routers: Routers, content_of: ContentOf) -> None:
             ", ".join(sorted(missing)),
         )
     seam.wrap_require_model(lambda original: routing_require(original, routers, content_of))
-    if seam.works(seam.Feature.CHATS):
-        seam.note_chats(_note_chat)
+    seam.note_chats(_note_chat)
     seam.add_middleware(context.app, RoutingMiddleware)
 
 

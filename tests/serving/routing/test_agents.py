@@ -1,7 +1,6 @@
 """The router takes a request for what the model gets of it, as coding agents send it."""
 
 import uuid
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -111,20 +110,3 @@ async def test_an_agent_names_its_session(text_api: TextApi, told: list[Told]) -
     ):
         await ask(text_api, MESSAGES, **turn(1, **user), headers=headers)
     assert [session for _, session in told] == ["ours", "of-the-header", "of-the-body"]
-
-
-async def test_without_their_names_routes_hash_what_clients_send(
-    start_text_api: Callable[..., Awaitable[TextApi]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from xinference.api import restful_api
-
-    from xinference_xavier.serving import seam
-
-    parse = restful_api.parse_anthropic_request
-    monkeypatch.setattr(seam, "works", lambda feature: feature is not seam.Feature.CHATS)
-    api = await start_text_api()
-    assert restful_api.parse_anthropic_request is parse
-    one = await ask(api, MESSAGES, messages=turn(2)["messages"])
-    is_done(api)
-    other = await ask(api, MESSAGES, messages=turn(2)["messages"])
-    assert route_of(other) == (route_of(one)[0], "local")
