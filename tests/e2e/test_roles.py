@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
@@ -24,8 +23,7 @@ UID = "roles"
 PREFILL, DECODE = f"{UID}-rep0", f"{UID}-rep1"
 UNUSED = count(1000)  # documents
 post, ask = partial(asking.post, UID), partial(asking.complete, UID)
-SALTS = find_spec("xinference.cache_isolation") is not None
-ALONE = {"request_id": "alone"} | ({"cache_salt": "alone"} if SALTS else {})
+ALONE = {"request_id": "alone", "cache_salt": "alone"}
 """A request with a name and a salt of its own is computed where it is answered."""
 COLOURS = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
 SCHEMA = {"schema": {**COLOURS, "required": ["colour"], "additionalProperties": False}}
@@ -115,8 +113,7 @@ def test_the_answer_is_that_of_one_replica(model: LocalCluster) -> None:
     assert route_of(divided)[1] == "prefill"
     whole = ask(model, text, 8, logprobs=3, temperature=0, seed=7, **ALONE)
     assert route_of(whole)[1] != "prefill"
-    if SALTS:
-        assert cached_tokens(whole) == 0
+    assert cached_tokens(whole) == 0
     one, other = (each.json()["choices"][0] for each in (divided, whole))
     assert one["text"] == other["text"]
     assert one["logprobs"]["token_logprobs"] == pytest.approx(

@@ -47,6 +47,10 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         self._model_uid_to_replica_info: dict[str, Any] = {}
         self._worker_address_to_worker: dict[str, Any] = {}
 
+    @property
+    def control_address(self) -> str:
+        return str(self.address)
+
     async def xavier_models(self) -> dict[str, dict[str, str]]:
         """The models of `own_trackers`. Ours would import xinference, which takes long, to look for
         their replicas' workers; there are none here."""
@@ -81,6 +85,21 @@ class Worker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 
 class BareWorker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """A worker that was started without our extension."""
+
+
+class Service:
+    """Admits `API_KEY`, which stands for a session."""
+
+    async def __call__(
+        self, request: Request, security_scopes: SecurityScopes, token: str | None = None
+    ) -> None:
+        if request.headers.get("authorization") != f"Bearer {API_KEY}":
+            raise HTTPException(401, "Could not validate credentials")
+
+    def validate_model_access(self, token: str, model_uid: str, model_type: str) -> bool:
+        return token == API_KEY
+
+    def validate_api_key(self, key: str) -> None: ...
 
 
 class ApiProcess(Remote):
@@ -145,16 +164,10 @@ def _application(supervisor: Any, *, guarded: bool = False) -> FastAPI:
     async def get_supervisor_ref() -> Any:
         return supervisor
 
-    async def check(
-        request: Request, security_scopes: SecurityScopes, token: str | None = None
-    ) -> None:
-        if request.headers.get("authorization") != f"Bearer {API_KEY}":
-            raise HTTPException(401, "Could not validate credentials")
-
     context = SimpleNamespace(
         app=app,
         router=router,
-        auth_service=check,
+        auth_service=Service(),
         auth_enabled=guarded,
         get_supervisor_ref=get_supervisor_ref,
     )

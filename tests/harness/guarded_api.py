@@ -4,7 +4,6 @@ front of a supervisor of `tests/harness/api.py`. There are no models and no acco
 xinference reads its environment when it is imported, so only the new process imports it.
 """
 
-import inspect
 import os
 import socket
 from collections.abc import Sequence
@@ -40,8 +39,7 @@ class GuardedApi:
         self._process = Remote(_serve, supervisor, str(home), context=spawned())
         port, setup_token = self._process.wait_until_ready(_PATIENCE)
         self.endpoint = f"http://127.0.0.1:{port}"
-        connecting = httpx.HTTPTransport(retries=8)  # 4.0 is not listening yet
-        self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE, transport=connecting)
+        self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE)
         account = {"username": "admin", "password": _PASSWORD, "setup_token": setup_token}
         self._done(self.http.post("/v1/admin/setup", json=account))
         self.admin = self.sign_in("admin")
@@ -94,9 +92,5 @@ def _serve(pipe: Connection, supervisor: str, home: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         api = RESTfulAPI(supervisor, "127.0.0.1", port)
-        setup_token = getattr(api._advanced_auth_service, "setup_token", "")  # from 4.1 on
-        tell_ready(pipe, (port, setup_token))
-        if "sockets" in inspect.signature(api.serve).parameters:
-            api.serve(sockets=[listening])
-            return
-    api.serve()
+        tell_ready(pipe, (port, api._advanced_auth_service.setup_token))
+        api.serve(sockets=[listening])

@@ -91,7 +91,6 @@ VERSIONS = (
     _vllm("0.31.0", "transformers==5.17.0", "xgrammar==0.2.7", "huggingface-hub==1.33.0"),
     _vllm("0.32.0"),
     _vllm_without_cpu_build("0.33.0"),
-    _xinference("4.0.1"),
     _xinference("4.1.0"),
     _python("3.12"),
     _python("3.13"),

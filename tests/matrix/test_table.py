@@ -18,7 +18,7 @@ REPORT = {
                 "engines": {"passed": 30, "failed": 2},
             },
         },
-        "xinference 4.0.1": {
+        "xinference 4.1.0": {
             "date": "2026-11-22",
             "commit": "1a2b3c4",
             "steps": {"unit": {"passed": 9, "failed": 0}, "xinference": {"passed": 7, "failed": 0}},
@@ -27,7 +27,7 @@ REPORT = {
 }
 ROWS = (
     "| `vllm 0.31.0` | 335 ✓ | 30 ✓, 2 ✗ | – | – | 2026-11-22, `1a2b3c4` |\n",
-    "| `xinference 4.0.1` | 9 ✓ | – | – | 7 ✓ | 2026-11-22, `1a2b3c4` |\n",
+    "| `xinference 4.1.0` | 9 ✓ | – | – | 7 ✓ | 2026-11-22, `1a2b3c4` |\n",
 )
 
 

@@ -202,25 +202,10 @@ async def test_a_stream_ends_so_that_its_listeners_rights_are_asked_for_again(
         assert "and so on" in (await client.get("/")).text
 
 
-class Draining(uvicorn.Server):
-    """What xinference 4.1 has and 4.0 has not: a server that gives way to another one."""
-
-    draining = False
-
-    def begin_drain(self) -> None:
-        self.draining = True
-
-    async def on_tick(self, counter: int) -> bool:
-        self.should_exit = self.draining and not self.server_state.connections
-        return await super().on_tick(counter)
-
-
 def draining_server(app: FastAPI) -> Any:
+    from xinference.deploy.api_worker import HostedServer
+
     config = uvicorn.Config(app, log_level="critical", lifespan="off")
-    try:
-        from xinference.deploy.api_worker import HostedServer
-    except ImportError:
-        return Draining(config)
     server = HostedServer(config, None, {})
     config.lifespan_class = LifespanOff  # its own waits for xinference
     server.notify = nothing

@@ -32,7 +32,7 @@ def process_findings(cluster: Info) -> Iterator[Finding]:
     yield from _extensions(cluster)
     yield from _versions(cluster)
     yield from _byte_code(cluster)
-    yield from _faults(cluster)
+    yield from _missing(cluster)
 
 
 def _extensions(cluster: Info) -> Iterator[Finding]:
@@ -46,8 +46,8 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
                 f"runs without this extension, or another version ({info['error']})",
                 f"stop it and start it with {_EXTENSION} {program} …",
             )
-    # With an error or faults, the supervisor may have workers that it does not report.
-    reports = "error" not in cluster["supervisor"] and not cluster["api"].get("faults")
+    # With an error or where it is off, the supervisor may have workers that it does not report.
+    reports = not {"error", "missing"} & {name for name, x in cluster["supervisor"].items() if x}
     if reports and not workers:
         yield Finding(
             "workers",
@@ -56,15 +56,15 @@ def _extensions(cluster: Info) -> Iterator[Finding]:
         )
 
 
-def _faults(cluster: Info) -> Iterator[Finding]:
-    """The API process looks for the supervisor, too, which has the same installation."""
-    for fault, grave in cluster["api"].get("faults", {}).items():
-        yield Finding(
-            "API process",
-            f"its xinference is not the one we know: {fault}",
-            "pip install 'xinference>=4.0,<4.2' there, and restart it",
-            grave,
-        )
+def _missing(cluster: Info) -> Iterator[Finding]:
+    for where, process in _processes(cluster):
+        if missing := process.get("missing"):
+            yield Finding(
+                where,
+                f"the extension is off, because its xinference lacks what it uses: "
+                f"{'; '.join(missing)}",
+                "pip install 'xinference>=4.1,<4.2' there, and restart it",
+            )
 
 
 def _versions(cluster: Info) -> Iterator[Finding]:

@@ -94,11 +94,10 @@ def _guard(auth_service: Any, scope: str) -> Any:
 def model_access(context: Any) -> Access:
     """Only those who may ask the model may learn what it has computed. `context` is xinference's
     APIExtensionContext."""
-    auth_service = context.auth_service if context.auth_enabled else None
-    known = auth_service is None or seam.works(seam.Feature.ACCESS)
+    auth_service, guarded = context.auth_service, context.auth_enabled
 
     def check(request: Request, model_uid: str) -> None:
-        if not known or not seam.may_ask(auth_service, request, model_uid):
+        if guarded and not seam.may_ask(auth_service, request, model_uid):
             raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
 
     return check

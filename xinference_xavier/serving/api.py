@@ -41,13 +41,23 @@ from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 _MAX_CHANGE = 1 << 10
 
 
+def add_cluster(context: Any, trackers: TrackerGateway) -> None:
+    """The only route where the extension is off. `context` is xinference's APIExtensionContext."""
+
+    async def cluster() -> JSONResponse:
+        """What every process of the cluster runs, for `doctor`."""
+        return JSONResponse(await answered("the supervisor", cluster_info(trackers)))
+
+    add_route(context, "GET", "/v1/cluster/xavier", READ_SCOPE, cluster, Cluster)
+
+
 def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
     notice_servers()
     routes = _Routes(trackers, model_access(context))
     add = partial(add_route, context)
+    add_cluster(context, trackers)
     add("GET", "/v1/xavier", READ_SCOPE, routes.all_models, Reports)
-    add("GET", "/v1/cluster/xavier", READ_SCOPE, routes.cluster, Cluster)
     add("GET", MODEL, READ_SCOPE, routes.one_model, Report)
     add("GET", f"{MODEL}/events", READ_SCOPE, routes.events, EVENTS)
     add("PATCH", MODEL, WRITE_SCOPE, routes.change, Report, Change)
@@ -90,10 +100,6 @@ class _Routes:
 
     def _seen(self, request: Request, report: ModelReport) -> dict[str, Any]:
         return report.seen_by(partial(self._may_ask, request))
-
-    async def cluster(self) -> JSONResponse:
-        """What every process of the cluster runs, for `doctor`."""
-        return JSONResponse(await answered("the supervisor", cluster_info(self._trackers)))
 
     async def one_model(self, model_uid: str, request: Request) -> JSONResponse:
         """Report of a model."""

@@ -117,12 +117,12 @@ class Reports(_Answer):
 
 
 class Cluster(_Answer):
-    """What `doctor` examines. A process has its host, versions, environment and limits; an `error`
-    stands in place of what did not answer."""
+    """What `doctor` examines. A process has its host, versions, environment and limits; those of
+    xinference also `missing`: what their xinference lacks, without which the extension is off. An
+    `error` stands in place of what did not answer."""
 
     api: dict[str, Any]
-    """The process that answers, with `faults`: what its xinference lacks of what we use, and
-    whether that keeps replicas from sharing."""
+    """The process that answers."""
     supervisor: dict[str, Any]
     """xinference's supervisor."""
     workers: dict[str, dict[str, Any]]

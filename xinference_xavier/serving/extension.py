@@ -3,8 +3,12 @@
 xinference calls the factory once in the API process, in the supervisor and in every worker, before
 they serve anything. There, `install` adds sharing to xinference's launch. Then xinference calls the
 hooks, which must be synchronous and fast.
+
+Where xinference lacks anything that we use, the extension is off in that process: it refuses
+launches that ask for it, and `doctor` says what is missing.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +21,7 @@ from xinference_xavier.serving.launch.drain import draining_removal
 from xinference_xavier.serving.launch.supervisor import (
     finding_replicas,
     notifying_terminate,
+    refusing_launch,
     sharing_launch,
     thorough_cancel,
     xavier_models,
@@ -25,9 +30,11 @@ from xinference_xavier.serving.launch.supervisor import (
 from xinference_xavier.serving.launch.worker import (
     explaining_load,
     localizing_launch,
+    refusing_replica,
     serving_when_ready,
 )
-from xinference_xavier.serving.seam import Feature
+
+logger = logging.getLogger(__name__)
 
 
 class XavierExtension:
@@ -38,16 +45,17 @@ class XavierExtension:
 
     def configure_api(self, context: Any) -> None:
         """Add our routes, metrics and pages; `context` is xinference's APIExtensionContext."""
-        from xinference_xavier.serving.api import add_routes
+        from xinference_xavier.serving.api import add_cluster, add_routes
         from xinference_xavier.serving.gateway import TrackerGateway
         from xinference_xavier.serving.metrics import add_metrics
         from xinference_xavier.serving.prefixes import Prefixes, Starting, add_prefix_routes
         from xinference_xavier.serving.routing import add_routing
         from xinference_xavier.serving.ui.routes import add_pages
 
-        for feature in Feature:
-            seam.works(feature)  # or a warning says why not
         trackers = TrackerGateway(context.get_supervisor_ref)
+        if seam.missing():
+            add_cluster(context, trackers)
+            return
         prefixes = Prefixes(trackers, seam.data_folder())
         add_routing(context, trackers.routers, prefixes.content_of)
         seam.add_middleware(context.app, Starting, prefixes=prefixes)
@@ -74,7 +82,14 @@ def install() -> None:
 
     A second call changes nothing.
     """
-    patch_cancels()
+    if missing := seam.look():
+        logger.error(
+            "xinference-xavier is off: this xinference lacks what it uses (%s); install xinference "
+            "4.1 here",
+            "; ".join(missing),
+        )
+    else:
+        patch_cancels()
     if (supervisor := seam.supervisor_actor()) is not None:
         wrap_supervisor(supervisor)
     if (worker := seam.worker_actor()) is not None:
@@ -82,28 +97,35 @@ def install() -> None:
 
 
 def wrap_supervisor(supervisor: type[Any]) -> None:
-    _wrap_once(supervisor, seam.launch_method(supervisor), sharing_launch, Feature.SHARING)
-    _wrap_once(supervisor, "terminate_model", notifying_terminate, Feature.ROLLBACKS)
-    _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel, Feature.CANCELS)
-    _wrap_once(supervisor, "terminate_model_replica", draining_removal, Feature.REMOVALS)
-    _wrap_once(supervisor, "get_model", finding_replicas, Feature.FINDING)
+    supervisor.xavier_process_info = supervisor_process_info
+    if seam.missing():
+        _refuse_launches(supervisor, refusing_launch)
+        return
+    _wrap_once(supervisor, "_launch_builtin_model", sharing_launch)
+    _wrap_once(supervisor, "terminate_model", notifying_terminate)
+    _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel)
+    _wrap_once(supervisor, "terminate_model_replica", draining_removal)
+    _wrap_once(supervisor, "get_model", finding_replicas)
     supervisor.xavier_tracker_address = xavier_tracker_address
     supervisor.xavier_models = xavier_models
-    supervisor.xavier_process_info = supervisor_process_info
 
 
 def wrap_worker(worker: type[Any]) -> None:
-    _wrap_once(worker, "launch_builtin_model", localizing_launch, Feature.SHARING)
-    _wrap_once(worker, "wait_for_load", explaining_load, Feature.CAUSES)
-    _wrap_once(worker, "_update_model_state", serving_when_ready, Feature.READINESS)
     worker.xavier_process_info = worker_process_info
-
-
-def _wrap_once(
-    owner: type[Any], name: str, wrap: Callable[[Method], Method], feature: Feature
-) -> None:
-    if not seam.works(feature):
+    if seam.missing():
+        _refuse_launches(worker, refusing_replica)
         return
+    _wrap_once(worker, "launch_builtin_model", localizing_launch)
+    _wrap_once(worker, "wait_for_load", explaining_load)
+    _wrap_once(worker, "_update_model_state", serving_when_ready)
+
+
+def _refuse_launches(owner: type[Any], wrap: Callable[[Method], Method]) -> None:
+    if (name := seam.launch_method(owner)) is not None:
+        _wrap_once(owner, name, wrap)
+
+
+def _wrap_once(owner: type[Any], name: str, wrap: Callable[[Method], Method]) -> None:
     original = getattr(owner, name)
     if not hasattr(original, _WRAPPED):
         wrapped = wrap(original)

@@ -130,15 +130,15 @@ _WORKER_DEADLINE = 5.0
 
 async def worker_process_info(worker: Any) -> dict[str, Any]:
     """Becomes WorkerActor's method `xavier_process_info`."""
-    return {**process_info(), "address": worker.address}
+    return {**_process(), "address": worker.address}
 
 
 async def supervisor_process_info(supervisor: Any) -> dict[str, Any]:
     """Becomes SupervisorActor's method `xavier_process_info`; includes those of its `workers`."""
-    workers = dict(seam.workers(supervisor))
+    workers = {} if seam.missing() else dict(seam.workers(supervisor))
     answers = await asyncio.gather(*map(_ask_worker, workers.values()))
     return {
-        **process_info(),
+        **_process(),
         "address": supervisor.address,
         "workers": dict(zip(workers, answers, strict=True)),
     }
@@ -147,17 +147,22 @@ async def supervisor_process_info(supervisor: Any) -> dict[str, Any]:
 async def cluster_info(trackers: TrackerGateway) -> dict[str, Any]:
     supervisor = await _or_error(lambda: trackers.ask_supervisor("xavier_process_info"))
     models: dict[str, Any] = {}
-    if "error" not in supervisor:
+    if "error" not in supervisor and not supervisor.get("missing"):
         uids = await trackers.models()
         models = dict(
             zip(uids, await asyncio.gather(*(_model(trackers, uid) for uid in uids)), strict=True)
         )
     return {
-        "api": {**process_info(), "faults": seam.known_faults()},
+        "api": _process(),
         "workers": supervisor.pop("workers", {}),
         "supervisor": supervisor,
         "models": models,
     }
+
+
+def _process() -> dict[str, Any]:
+    """`missing` is what its xinference lacks of what we use."""
+    return {**process_info(), "missing": [*seam.missing()]}
 
 
 async def _ask_worker(worker: Any) -> dict[str, Any]:

@@ -1,248 +1,154 @@
 """What the serving side uses of xinference, and of xoscar, beyond what extensions are given.
 
-Such names are used only here, in functions that say what they are for. `NEEDS` lists them by what
-is off without them; `tests/serving/test_seam.py` holds the installed versions against it.
+Such names are used only here, in functions that say what they are for. `USED` lists them. Where one
+is missing, the extension stays off (`missing`).
 """
 
-import dis
 import functools
 import inspect
-import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from enum import StrEnum
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
 from starlette.middleware import Middleware
-
-logger = logging.getLogger(__name__)
-
-
-class Feature(StrEnum):
-    """What follows if something is missing that it needs, as the log and `doctor` say it."""
-
-    SHARING = "no model shares its cache"
-    ROLLBACKS = "xavier_hooks does not learn of launches that fail in the background"
-    CANCELS = "replicas of a cancelled launch may go on"
-    CAUSES = "a launch that fails does not say why its engine did not start"
-    READINESS = "replicas take requests before their peers can fetch from them"
-    ENVIRONMENTS = "nothing chooses the vLLM of a model's own environment"
-    WORKERS = "doctor does not see the workers"
-    PLACEMENT = "metrics of replicas lack worker_address"
-    FINDING = "requests go to replicas in turn, and named prefixes are not computed in advance"
-    ROUTING = "requests go to replicas in turn, and those that name a prefix go without it"
-    CHATS = "requests to /v1/messages and /v1/responses may go where their prefix is not"
-    ENDPOINTS = "requests of its route go to replicas in turn"
-    LOGS = "the logs of models do not name routed requests"
-    LIMITS = "a request to a replica at its limit is refused, even if another one has room"
-    PLACES = "a stream that is abandoned keeps its place in the replica's limit"
-    STREAMS = "a stream that is abandoned may block the API"
-    ACCESS = "nobody may see the prefixes and explanations of models"
-    KEYS = "no API key may change anything"
-    MIDDLEWARES = "what xinference refuses costs more"
-    FOLDER = "named prefixes are stored in ~/.xinference"
-    POOLS = "cancelled calls to a pool on 0.0.0.0 may occupy a core"
-    SALTS = "the cache_salt that another extension supplies is not known"
-    MARKS = "what cache_control marks is not kept"
-    DRAINING = "open streams delay the end of an API process"
-    REMOVALS = "a replica is removed before its answers end"
-    ANSWERS = "a client that reads slowly loses the end of an answer when its replica is removed"
-
-
-NEWER = frozenset({Feature.SALTS, Feature.MARKS, Feature.DRAINING, Feature.ANSWERS})
-"""Features that need xinference 4.1."""
 
 _SUPERVISOR = "xinference.core.supervisor:SupervisorActor"
 _WORKER = "xinference.core.worker:WorkerActor"
-_MODEL = "xinference.core.model:ModelActor"
 _FULL = "Rate limit reached"
 _MARKS = "_anthropic_cache_control"
-NEEDS: dict[Feature, dict[str, tuple[str, ...]]] = {
-    Feature.SHARING: {
-        _SUPERVISOR: (
-            # 4.1 has an inner method for REST, versioned launch and autostart; 4.0 has only the
-            # outer one.
-            "_launch_builtin_model|launch_builtin_model(model_uid, model_name, model_engine, "
-            "model_type, replica, n_worker, request_limits, worker_ip, replica_config, kwargs)",
-            "_gen_model_uid(model_name)",
-            "is_local_deployment",
-            "_model_uid_to_replica_info",
-            "_replica_model_uid_to_worker",
-            "_replica_model_uid_to_worker_shards",
-            "_worker_address_to_worker",
-            "_xavier_cache_mapping",
-        ),
-        _WORKER: (
-            "launch_builtin_model(model_uid, virtual_env_packages, envs, kwargs)",
-            "_supervisor_address",
-        ),
-        "xinference.core.replica_config:ReplicaConfig": ("model_engine", "role", "devices"),
-        "xinference.core.replica_config:DeviceConfig": ("worker_ip",),
-        "xinference.core.utils": ("parse_replica_model_uid(replica_model_uid)",),
-    },
-    Feature.ROLLBACKS: {_SUPERVISOR: ("terminate_model(model_uid)",)},
-    Feature.CANCELS: {
-        _SUPERVISOR: (
-            "cancel_launch_builtin_model(model_uid)",
-            "_model_uid_to_replica_info",
-            "_replica_model_uid_to_worker",
-            "_replica_model_uid_to_worker_shards",
-        ),
-        "xinference.core.supervisor:ReplicaInfo": ("active_replica_ids", "replica_to_worker_refs"),
-        _WORKER: ("terminate_model(model_uid)",),
-    },
-    Feature.CAUSES: {_WORKER: ("wait_for_load(model_uid)", "_model_uid_to_launch_args")},
-    Feature.READINESS: {
-        _WORKER: (
-            "_update_model_state(model_uid, state)",
-            "_model_uid_to_model",
-            "_model_uid_to_launch_args",
-        )
-    },
-    Feature.ENVIRONMENTS: {
-        "xinference.constants": ("XINFERENCE_ENABLE_VIRTUAL_ENV",),
-        "xinference.core.utils": ("filter_virtualenv_packages_by_markers",),
-        "xinference.core.virtual_env_manager": ("expand_engine_dependency_placeholders",),
-        "xinference.model.llm.custom": ("get_user_defined_llm_families",),
-        "xinference.model.llm.llm_family": ("BUILTIN_LLM_FAMILIES",),
-    },
-    Feature.WORKERS: {_SUPERVISOR: ("_worker_address_to_worker",)},
-    Feature.PLACEMENT: {
-        _SUPERVISOR: ("_model_uid_to_replica_info", "_replica_model_uid_to_worker"),
-        "xinference.core.supervisor:ReplicaInfo": ("active_replica_ids",),
-    },
-    Feature.FINDING: {
-        _SUPERVISOR: ("get_model(model_uid)", "_replica_model_uid_to_worker"),
-        _WORKER: ("get_model(model_uid)",),
-    },
-    Feature.ROUTING: {
-        "xinference.api.restful_api": ("require_model(get_supervisor_ref, model_uid)",)
-    },
-    Feature.CHATS: {
-        "xinference.api.restful_api": ("parse_anthropic_request", "parse_responses_request"),
-        "xinference.api.protocols.anthropic:CanonicalChatRequest": ("to_openai_body",),
-        "xinference.api.protocols.openai_responses:ResponsesRequest": ("chat_body",),
-    },
-    Feature.ENDPOINTS: {
-        "xinference.api.restful_api:RESTfulAPI": (
-            "create_chat_completion(request)",
-            "create_completion(request)",
-            "create_message(request)",
-            "create_response(request)",
-        )
-    },
-    Feature.LOGS: {
-        "xinference.api.model_request_logging": ("get_current_model_request_id",),
-        "xinference.core.rpc_context": ("correlate_model_ref",),
-    },
-    Feature.LIMITS: {"xinference.core.model": (f"'{_FULL}'",)},
-    Feature.PLACES: {_MODEL: ("decrease_serve_count",)},
-    Feature.STREAMS: {"xoscar.api:IteratorWrapper": ("destroy", "_gc_destroy")},
-    Feature.ACCESS: {
-        "xinference.api.oauth2.advanced.auth_service:AdvancedAuthService": (
-            "validate_model_access(token, model_uid, model_type)",
-        ),
-        "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
-            "has_model_access(model_uid, model_type)",
-        ),
-    },
-    Feature.KEYS: {
-        "xinference.api.oauth2.advanced.auth_service:AdvancedAuthService": (
-            "__call__(request, security_scopes, token)",
-            "validate_api_key(key)",
-            "db",
-        ),
-        "xinference.api.oauth2.advanced.database:Database": ("get_user_by_id(user_id)",),
-        "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
-            "has_model_access(model_uid, model_type)",
-            "model_permissions",
-            "user_id",
-        ),
-        "xinference.api.oauth2.advanced.cache:ModelPermission": (
-            "permission_type",
-            "permission_value",
-        ),
-    },
-    Feature.MIDDLEWARES: {"fastapi:FastAPI": ("user_middleware",)},
-    Feature.FOLDER: {"xinference.constants": ("XINFERENCE_HOME",)},
-    Feature.POOLS: {  # which `runtime.net` mends
-        "xoscar.backends.indigen.pool:MainActorPool": ("_message_handler",),
-        "xoscar.backends.message:MessageType": ("cancel",),
-    },
-    Feature.SALTS: {"xinference.extensions": ("resolve_cache_salt(request)",)},
-    Feature.MARKS: {
-        _MODEL: ("prepare_anthropic_request",),
-        "xinference.api.protocols.anthropic": (f"'{_MARKS}'",),
-    },
-    Feature.REMOVALS: {
-        _SUPERVISOR: (
-            "terminate_model_replica(model_uid, replica_id)",
-            "_model_uid_to_replica_info",
-            "_replica_model_uid_to_worker",
-            "_xavier_cache_mapping",
-        ),
-        "xinference.core.supervisor:ReplicaInfo": ("active_replica_ids",),
-        _WORKER: ("get_model(model_uid)",),
-    },
-    Feature.ANSWERS: {_MODEL: ("generation_serve_count",)},
-    Feature.DRAINING: {"xinference.deploy.api_worker:HostedServer": ("draining",)},
+USED: dict[str, tuple[str, ...]] = {
+    _SUPERVISOR: (
+        # REST, versioned launches and autostart all call this one.
+        "_launch_builtin_model(model_uid, model_name, model_engine, model_type, replica, n_worker, "
+        "request_limits, worker_ip, replica_config, kwargs)",
+        "cancel_launch_builtin_model(model_uid)",
+        "terminate_model(model_uid)",
+        "terminate_model_replica(model_uid, replica_id)",
+        "get_model(model_uid)",
+        "is_local_deployment",
+        "control_address",
+        "_gen_model_uid(model_name)",
+        "_model_uid_to_replica_info",
+        "_replica_model_uid_to_worker",
+        "_replica_model_uid_to_worker_shards",
+        "_worker_address_to_worker",
+        "_xavier_cache_mapping",
+    ),
+    _WORKER: (
+        "launch_builtin_model(model_uid, virtual_env_packages, envs, kwargs)",
+        "wait_for_load(model_uid)",
+        "terminate_model(model_uid)",
+        "get_model(model_uid)",
+        "_update_model_state(model_uid, state)",
+        "_supervisor_address",
+        "_model_uid_to_model",
+        "_model_uid_to_launch_args",
+    ),
+    "xinference.core.supervisor:ReplicaInfo": ("active_replica_ids", "replica_to_worker_refs"),
+    "xinference.core.replica_config:ReplicaConfig": ("model_engine", "role", "devices"),
+    "xinference.core.replica_config:DeviceConfig": ("worker_ip",),
+    "xinference.core.model:ModelActor": (
+        "decrease_serve_count",
+        "generation_serve_count",
+        "prepare_anthropic_request",
+    ),
+    "xinference.core.rpc_context": ("correlate_model_ref",),
+    "xinference.core.utils": (
+        "parse_replica_model_uid(replica_model_uid)",
+        "filter_virtualenv_packages_by_markers",
+    ),
+    "xinference.core.virtual_env_manager": ("expand_engine_dependency_placeholders",),
+    "xinference.model.llm.custom": ("get_user_defined_llm_families",),
+    "xinference.model.llm.llm_family": ("BUILTIN_LLM_FAMILIES",),
+    "xinference.constants": ("XINFERENCE_ENABLE_VIRTUAL_ENV", "XINFERENCE_HOME"),
+    "xinference.extensions": ("resolve_cache_salt(request)",),
+    "xinference.api.restful_api": (
+        "require_model(get_supervisor_ref, model_uid)",
+        "parse_anthropic_request",
+        "parse_responses_request",
+    ),
+    "xinference.api.restful_api:RESTfulAPI": (
+        "create_chat_completion(request)",
+        "create_completion(request)",
+        "create_message(request)",
+        "create_response(request)",
+    ),
+    "xinference.api.model_request_logging": ("get_current_model_request_id",),
+    "xinference.api.protocols.anthropic:CanonicalChatRequest": ("to_openai_body",),
+    "xinference.api.protocols.openai_responses:ResponsesRequest": ("chat_body",),
+    "xinference.api.oauth2.advanced.auth_service:AdvancedAuthService": (
+        "__call__(request, security_scopes, token)",
+        "validate_model_access(token, model_uid, model_type)",
+        "validate_api_key(key)",
+        "db",
+    ),
+    "xinference.api.oauth2.advanced.database:Database": ("get_user_by_id(user_id)",),
+    "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
+        "has_model_access(model_uid, model_type)",
+        "model_permissions",
+        "user_id",
+    ),
+    "xinference.api.oauth2.advanced.cache:ModelPermission": (
+        "permission_type",
+        "permission_value",
+    ),
+    "xinference.deploy.api_worker:HostedServer": ("draining",),
+    "xoscar.api:IteratorWrapper": ("destroy", "_gc_destroy"),
+    "fastapi:FastAPI": ("user_middleware",),
 }
-"""Names of a module or class, or texts in its source. Either name of `a|b` will do, and a function
-must take the named parameters."""
+"""Names of modules and classes, with the parameters that a function must take."""
 
 
-_missing_of: dict[Feature, list[str]] = {}
+_missing: tuple[str, ...] = ()
 
 
-def works(feature: Feature) -> bool:
-    """Whether the installed xinference has what it needs. The first call looks, which may import
-    much of xinference; a warning says what is missing."""
-    if feature not in _missing_of:
-        _missing_of[feature] = faults([feature])
-        if _missing_of[feature]:
-            missing = "; ".join(_missing_of[feature])
-            logger.warning("this xinference lacks what we use: %s", missing)
-    return not _missing_of[feature]
+def look() -> tuple[str, ...]:
+    """What the installed xinference lacks of what we use, a sentence each. Imports xinference; call
+    it once, when the extension is registered."""
+    global _missing
+    _missing = tuple(fault for path, uses in USED.items() for fault in _lacking(path, uses))
+    return _missing
 
 
-def known_faults() -> dict[str, bool]:
-    """What `works` has found missing, and whether it keeps replicas from sharing."""
-    return {
-        fault: feature is Feature.SHARING
-        for feature, found in _missing_of.items()
-        for fault in found
-    }
+def missing() -> tuple[str, ...]:
+    """What `look` found in this process. If anything, the extension is off here."""
+    return _missing
 
 
-def faults(features: Iterable[Feature] = Feature) -> list[str]:
-    """What the installed xinference lacks of what we use, a sentence each."""
-    return [
-        f"{missing}: {feature}"
-        for feature in features
-        if feature not in NEWER or Version(metadata.version("xinference")) >= Version("4.1")
-        for missing in _missing(feature)
-    ]
-
-
-def _missing(feature: Feature) -> Iterator[str]:
-    for path, needs in NEEDS[feature].items():
-        try:
-            owner = _find(path)
-        except (ImportError, AttributeError):
-            yield f"{path.replace(':', '.')} is gone"
-        else:
-            known = _names(owner)
-            for need in needs:
-                yield from _compared(owner, known, need)
+def _lacking(path: str, uses: Collection[str]) -> Iterator[str]:
+    try:
+        owner = _find(path)
+    except (ImportError, AttributeError):
+        yield f"{path.replace(':', '.')} is gone"
+        return
+    known = _names(owner)
+    for use in uses:
+        name, _, parameters = use.removesuffix(")").partition("(")
+        if name not in known:
+            yield f"{owner.__name__}.{name} is gone"
+        elif parameters:
+            function = getattr(owner, name)
+            taken = inspect.signature(function).parameters if callable(function) else {}
+            if unknown := [each for each in parameters.split(", ") if each not in taken]:
+                yield f"{owner.__name__}.{name} takes no {', '.join(unknown)}"
 
 
 def _find(path: str) -> Any:
     module, _, name = path.partition(":")
     found = import_module(module)
     return getattr(found, name) if name else found
+
+
+def _names(owner: Any) -> set[str]:
+    """Its attributes, the fields of a data class, and what `__init__` gives an instance."""
+    code = getattr(owner.__init__, "__code__", None)
+    fields = getattr(owner, "__annotations__", ())
+    return {*dir(owner), *fields, *(code.co_names if code is not None else ())}
+
+
+# -- the supervisor --------------------------------------------------------------------------------
 
 
 def _actor(path: str) -> type[Any] | None:
@@ -252,61 +158,20 @@ def _actor(path: str) -> type[Any] | None:
         return None
 
 
-def _compared(owner: Any, known: set[str], need: str) -> Iterator[str]:
-    if need.startswith("'"):
-        if not _contains(owner, need.strip("'")):
-            yield f"{owner.__name__} lacks {need}"
-        return
-    names, _, parameters = need.removesuffix(")").partition("(")
-    name = next((each for each in names.split("|") if each in known), None)
-    if name is None:
-        yield f"{owner.__name__}.{names} is gone"
-    elif parameters:
-        function = getattr(owner, name)
-        taken = inspect.signature(function).parameters if callable(function) else {}
-        lacking = [each for each in parameters.split(", ") if each not in taken]
-        if lacking:
-            yield f"{owner.__name__}.{name} takes no {', '.join(lacking)}"
-
-
-def _contains(owner: Any, text: str) -> bool:
-    try:
-        return text in inspect.getsource(owner)
-    except OSError:  # no sources are installed
-        return True
-
-
-def _names(owner: Any) -> set[str]:
-    """Names of its attributes, and of those that its methods give its instances."""
-    names = {*dir(owner)}
-    for kind in getattr(owner, "__mro__", ()):
-        names |= {*vars(kind).get("__annotations__", ())}
-        codes = (getattr(inspect.unwrap(each), "__code__", None) for each in vars(kind).values())
-        for code in filter(None, codes):
-            made = dis.get_instructions(code)
-            names |= {each.argval for each in made if each.opname == "STORE_ATTR"}
-    return names
-
-
-# -- the supervisor --------------------------------------------------------------------------------
-
-
 def supervisor_actor() -> type[Any] | None:
-    """xinference's supervisor; None if it is gone. Its module loads the extension, so it cannot be
-    imported earlier."""
+    """xinference's supervisor; None if it is gone."""
     return _actor(_SUPERVISOR)
 
 
-def launch_method(supervisor: type[Any]) -> str:
-    """The method that every launch passes."""
-    inner = "_launch_builtin_model"
-    return inner if hasattr(supervisor, inner) else "launch_builtin_model"
+def launch_method(actor: type[Any]) -> str | None:
+    """The method of a supervisor or a worker, of any xinference, that every launch passes; None if
+    it is gone."""
+    names = ("_launch_builtin_model", "launch_builtin_model")
+    return next((name for name in names if hasattr(actor, name)), None)
 
 
 def control_address(supervisor: Any) -> str:
-    # 4.0 has only the actor's own address.
-    address: str = getattr(supervisor, "control_address", supervisor.address)
-    return address
+    return supervisor.control_address  # type: ignore[no-any-return]
 
 
 def new_model_uid(supervisor: Any, model_name: str) -> str:
@@ -316,7 +181,7 @@ def new_model_uid(supervisor: Any, model_name: str) -> str:
 def trackers(supervisor: Any) -> dict[str, Any]:
     """References to trackers by model, which xinference destroys when the model ends. The built-in
     Xavier keeps its own there, too."""
-    return getattr(supervisor, "_xavier_cache_mapping", {})
+    return supervisor._xavier_cache_mapping  # type: ignore[no-any-return]
 
 
 def replica_infos(supervisor: Any) -> Mapping[str, Any]:
@@ -361,11 +226,10 @@ def worker_of(supervisor: Any, replica: str) -> Any:
 def worker_addresses(supervisor: Any, model_uid: str) -> dict[str, str]:
     """The address of the worker of each of the model's replicas."""
     found: dict[str, str] = {}
-    if works(Feature.PLACEMENT):
-        for number in active_replicas(supervisor, model_uid):
-            replica = replica_name(model_uid, number)
-            with suppress(KeyError):  # it has just been removed
-                found[replica] = worker_of(supervisor, replica).address
+    for number in active_replicas(supervisor, model_uid):
+        replica = replica_name(model_uid, number)
+        with suppress(KeyError):  # it has just been removed
+            found[replica] = worker_of(supervisor, replica).address
     return found
 
 
@@ -376,14 +240,14 @@ def replica_records(supervisor: Any) -> tuple[dict[str, Any], ...]:
 
 def workers(supervisor: Any) -> dict[str, Any]:
     """References to all workers by address."""
-    return getattr(supervisor, "_worker_address_to_worker", {})
+    return supervisor._worker_address_to_worker  # type: ignore[no-any-return]
 
 
 # -- a worker --------------------------------------------------------------------------------------
 
 
 def worker_actor() -> type[Any] | None:
-    """xinference's worker, in the same way."""
+    """xinference's worker; None if it is gone."""
     return _actor(_WORKER)
 
 
@@ -439,19 +303,16 @@ TEXT_ENDPOINTS = {"create_chat_completion", COMPLETION, MESSAGE, "create_respons
 
 
 def data_folder() -> Path:
-    from xinference import constants
+    from xinference.constants import XINFERENCE_HOME
 
-    return Path(getattr(constants, "XINFERENCE_HOME", Path.home() / ".xinference"))
+    return Path(XINFERENCE_HOME)
 
 
 def add_middleware(app: Any, middleware: Any, **options: object) -> None:
     """Inside xinference's own, so that what those refuse (addresses, too many requests) costs
     nothing here."""
-    if hasattr(app, "user_middleware"):
-        # Not add_middleware: the last one added is the outermost.
-        app.user_middleware.append(Middleware(middleware, **options))
-    else:
-        app.add_middleware(middleware, **options)
+    # Not add_middleware: the last one added is the outermost.
+    app.user_middleware.append(Middleware(middleware, **options))
 
 
 def metrics_registry(app: Any, default: Any) -> Any:
@@ -465,7 +326,8 @@ def wrap_require_model(wrap: Callable[[Any], Any]) -> None:
 
 
 def _wrap_anew(name: str, wrap: Callable[[Any], Any]) -> None:
-    """Only the latest wrapper counts: if its port is taken, xinference 4.0 makes its API again."""
+    """Only the latest wrapper counts: if its default port is taken, xinference makes its API
+    again."""
     from xinference.api import restful_api
 
     function = getattr(restful_api, name)
@@ -495,14 +357,12 @@ def note_chats(note: Callable[[Mapping[str, Any]], None]) -> None:
 
 
 def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:
-    """Whether the request's key admits it to the model. Without an `auth_service` all may."""
-    # From 4.1 on, xinference keeps the request's key there; with 4.0, look it up again.
+    """Whether the request's key admits it to the model."""
     key = getattr(request.state, "authenticated_api_key", None)
     if key is not None:
         return bool(key.has_model_access(model_uid, "LLM"))
-    validate = getattr(auth_service, "validate_model_access", None)
     token = request.headers.get("authorization", "").partition(" ")[2].strip()
-    return validate is None or bool(validate(token, model_uid, "LLM"))
+    return bool(auth_service.validate_model_access(token, model_uid, "LLM"))
 
 
 CHANGES = ("xavier", "write")
@@ -515,8 +375,7 @@ def key_may_change(auth_service: Any, token: str, model_uid: str) -> bool:
 
     The owner counts because accounts make keys for themselves, with any permissions.
     """
-    validate = getattr(auth_service, "validate_api_key", None)
-    key = validate(token) if validate is not None and works(Feature.KEYS) else None
+    key = auth_service.validate_api_key(token)
     if key is None or not key.has_model_access(model_uid, "LLM"):
         return False
     given = {(each.permission_type, each.permission_value) for each in key.model_permissions}
@@ -527,19 +386,16 @@ def key_may_change(auth_service: Any, token: str, model_uid: str) -> bool:
 def supplied_salt(request: Any) -> Any:
     """The `cache_salt` of an extension that supplies salts, with its `value`, or None. Raises
     whatever that extension raises."""
-    from xinference import extensions
+    from xinference.extensions import resolve_cache_salt
 
-    resolve = getattr(extensions, "resolve_cache_salt", None)  # from 4.1 on
-    return None if resolve is None else resolve(request)
+    return resolve_cache_salt(request)
 
 
 def correlated(model: Any) -> Any:
     """Lets the model's log name the request, as xinference's own `require_model` does."""
-    try:
-        from xinference.api.model_request_logging import get_current_model_request_id
-        from xinference.core.rpc_context import correlate_model_ref
-    except ImportError:
-        return model
+    from xinference.api.model_request_logging import get_current_model_request_id
+    from xinference.core.rpc_context import correlate_model_ref
+
     return correlate_model_ref(model, get_current_model_request_id())
 
 
@@ -549,7 +405,7 @@ def anthropic_marks(config: Any) -> Any:
 
 
 async def answering(model: Any) -> int:
-    """How many answers the model actor has not handed out completely. From 4.1 on."""
+    """How many answers the model actor has not handed out completely."""
     return int(await model.generation_serve_count())
 
 
@@ -570,6 +426,6 @@ def keep_open(stream: Any) -> None:
 
 
 def drains(server: Any) -> bool:
-    """Whether the server takes no more connections, and waits until all are closed. Only that of
-    xinference 4.1 and later has such a state."""
+    """Whether the server takes no more connections, and waits until all are closed. Only
+    xinference's own has such a state."""
     return bool(getattr(server, "draining", False))

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,6 @@ from xinference_xavier.client import XavierClient
 from xinference_xavier.serving.metrics import PREFIX
 
 pytestmark = [pytest.mark.main_job, pytest.mark.usefixtures("empty_pools")]
-
-SALTS = find_spec("xinference.cache_isolation") is not None
-"""From 4.1 on, xinference passes a request's `cache_salt` on."""
 
 
 def rolled_back(replica: Mapping[str, Any]) -> Counter[str]:
@@ -65,15 +61,14 @@ def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -
     local_donor, local = ask(model, question(100))
     assert local_donor == donor
     assert local.cached_tokens == remote.cached_tokens
-    if SALTS:
-        # A request with a salt of its own reuses nothing, so its answer is computed cold.
-        salts = ("alone", "alone too")
-        computed = dict(ask(model, question(100), cache_salt=salt) for salt in salts)
-        assert [computed[each].cached_tokens for each in (donor, consumer)] == [0, 0]
-        assert local.tokens == computed[donor].tokens
-        # First compare the engines themselves: if they differ, the rest says nothing of sharing.
-        assert computed[consumer].logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
-        assert local.logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
+    # A request with a salt of its own reuses nothing, so its answer is computed cold.
+    salts = ("alone", "alone too")
+    computed = dict(ask(model, question(100), cache_salt=salt) for salt in salts)
+    assert [computed[each].cached_tokens for each in (donor, consumer)] == [0, 0]
+    assert local.tokens == computed[donor].tokens
+    # First compare the engines themselves: if they differ, the rest says nothing of sharing.
+    assert computed[consumer].logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
+    assert local.logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
     assert remote.tokens == local.tokens
     assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
 
@@ -91,13 +86,11 @@ def test_generated_tokens_are_offered_too(model: LocalCluster) -> None:
     )
 
 
-if SALTS:
-
-    def test_a_tenants_salt_isolates_its_prefixes(model: LocalCluster) -> None:
-        _, cold = compute(model, question(103), cache_salt="tenant a")
-        _, other = ask(model, question(103), cache_salt="tenant b")
-        assert other.cached_tokens == 0
-        assert other.tokens == cold.tokens
+def test_a_tenants_salt_isolates_its_prefixes(model: LocalCluster) -> None:
+    _, cold = compute(model, question(103), cache_salt="tenant a")
+    _, other = ask(model, question(103), cache_salt="tenant b")
+    assert other.cached_tokens == 0
+    assert other.tokens == cold.tokens
 
 
 def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None:

@@ -1,4 +1,4 @@
-"""xinference's supervisor and worker are wrapped once, whichever version they are of."""
+"""xinference's supervisor and worker are wrapped once."""
 
 import inspect
 import subprocess
@@ -36,24 +36,6 @@ def test_wrapping_twice_changes_nothing_and_the_signature_stays() -> None:
     assert once.__doc__ == "Launches."
 
 
-def test_before_4_1_the_outer_method_is_wrapped() -> None:
-    class Supervisor:
-        async def launch_builtin_model(self, model_uid: str | None, **kwargs: Any) -> str | None:
-            return model_uid
-
-        async def cancel_launch_builtin_model(self, model_uid: str) -> None: ...
-
-        async def get_model(self, model_uid: str) -> None: ...
-
-        async def terminate_model(self, model_uid: str) -> None: ...
-
-        async def terminate_model_replica(self, model_uid: str, replica_id: int) -> None: ...
-
-    before = Supervisor.launch_builtin_model
-    extension.wrap_supervisor(Supervisor)
-    assert Supervisor.launch_builtin_model is not before
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -75,6 +57,7 @@ async def test_a_wrapper_passes_on_what_a_later_xinference_passes(wrap: Any) -> 
 
     owner = SimpleNamespace(
         address="127.0.0.1:1",
+        control_address="127.0.0.1:1",
         _xavier_cache_mapping={},
         _model_uid_to_replica_info={},
         _model_uid_to_launch_args={},
@@ -100,8 +83,7 @@ once = SupervisorActor.__dict__.copy(), WorkerActor.__dict__.copy()
 install()
 assert once == (SupervisorActor.__dict__.copy(), WorkerActor.__dict__.copy())
 assert inspect.signature(SupervisorActor.launch_builtin_model) == before
-inner = getattr(SupervisorActor, "_launch_builtin_model", SupervisorActor.launch_builtin_model)
-for method in (inner, WorkerActor.launch_builtin_model):
+for method in (SupervisorActor._launch_builtin_model, WorkerActor.launch_builtin_model):
     wrapper = inspect.unwrap(method, stop=lambda f: True)
     assert "serving/launch/" in wrapper.__code__.co_filename
 for name in ("xavier_tracker_address", "xavier_models", "xavier_process_info"):

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from importlib import metadata
 from typing import Any
 
 import httpx
@@ -12,7 +11,6 @@ import pytest
 import xoscar as xo
 from fastapi import Request
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from packaging.version import Version
 from PIL import UnidentifiedImageError
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
@@ -25,9 +23,6 @@ from xinference_xavier.serving import routing
 Start = Callable[..., Awaitable[TextApi]]
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 ROUTES = pytest.mark.parametrize("path", TEXT_ROUTES)
-BEFORE_4_1 = Version(metadata.version("xinference")) < Version("4.1")
-EARLY = {"/v1/messages"} if BEFORE_4_1 else set[str]()
-"""Routes whose streams begin before the model's first word."""
 
 
 @STREAMS
@@ -65,7 +60,7 @@ def assert_in_turn(answer: httpx.Response) -> None:
 
 
 async def test_other_routes_and_models_go_in_turn(text_api: TextApi) -> None:
-    counted = await text_api.ask("/v1/messages/count_tokens")  # from xinference 4.1 on
+    counted = await text_api.ask("/v1/messages/count_tokens")
     assert "x-xavier-replica" not in counted.headers
     assert_in_turn(await text_api.ask(COMPLETIONS, model="another"))
 
@@ -171,10 +166,7 @@ async def test_a_request_that_may_not_wait_is_a_429_with_retry_after_if_its_repl
     (its,) = api.models.keys() - {route.replica}
     await happens(api, its)
     answer = await api.ask(path, stream=stream)
-    if happens is breaks_before_the_first_word_of_a_stream and path in EARLY:
-        assert "limit" in answer.text
-    else:
-        assert_refused(answer)
+    assert_refused(answer)
 
 
 @ROUTES
@@ -206,8 +198,7 @@ async def test_what_the_model_raises_is_the_error_of_the_request(
 async def test_while_a_supervisor_is_relaunched_requests_are_routed(
     text_api: TextApi, stream: bool
 ) -> None:
-    """Only what xinference's gateway calls reads reaches the supervisor then. xinference 4.0
-    relaunches none."""
+    """Only what xinference's gateway calls reads reaches the supervisor then."""
     async with relaunching(text_api):
         for path in TEXT_ROUTES:
             answer = await text_api.ask(path, stream=stream)
@@ -216,9 +207,6 @@ async def test_while_a_supervisor_is_relaunched_requests_are_routed(
 
 @asynccontextmanager
 async def relaunching(api: TextApi) -> AsyncIterator[None]:
-    if BEFORE_4_1:
-        yield
-        return
     from xinference.core.supervisor_upgrade import SupervisorGateway
 
     pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
@@ -303,7 +291,7 @@ async def test_streams_leave_their_places_where_they_were_admitted(text_api: Tex
         await text_api.models[other].prepare()
         text_api.cluster.tell(gone=[first])
         answer = await asking
-        assert path in EARLY or answer.headers["x-xavier-replica"] == other
+        assert answer.headers["x-xavier-replica"] == other
         assert other in answer.text
         await left(text_api)
         text_api.cluster.tell(text_api.cluster.load(first))

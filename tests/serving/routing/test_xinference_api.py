@@ -45,8 +45,6 @@ async def text_api(start_text_api: Callable[..., Awaitable[TextApi]]) -> TextApi
 def tenant(monkeypatch: pytest.MonkeyPatch) -> str:
     """The tenant of a request with the key "mallory" and the salt "alice", where an extension
     supplies the salts."""
-    if not hasattr(extensions, "CacheSalt"):
-        return "alice"  # xinference 4.0 lets no extension do so
 
     class Tenants:
         name, api_version = "tenants", 1

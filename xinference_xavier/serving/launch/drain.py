@@ -99,8 +99,6 @@ class Removal:
 
     async def _answering(self) -> int:
         """The answers that xinference has not handed out completely; 0 if it does not say."""
-        if not seam.works(seam.Feature.ANSWERS):
-            return 0
 
         async def ask_worker() -> int:
             worker = seam.worker_of(self._supervisor, self._replica)

@@ -42,7 +42,7 @@ from xinference_xavier.options import MAX_REPLICAS
 from xinference_xavier.protocol.tracker import tracker_uid, without_rank
 from xinference_xavier.runtime.aio import Rollback, spawn
 from xinference_xavier.serving import seam
-from xinference_xavier.serving.launch import Method, own_trackers
+from xinference_xavier.serving.launch import Method, is_off, own_trackers
 from xinference_xavier.serving.launch.drain import passes_over
 from xinference_xavier.stats.answers import is_part_of_path
 from xinference_xavier.tracker.actor import BlockTracker
@@ -193,6 +193,20 @@ async def xavier_models(supervisor: Any) -> dict[str, dict[str, str]]:
     SupervisorActor's method."""
     uids = sorted(own_trackers(supervisor))
     return {uid: seam.worker_addresses(supervisor, uid) for uid in uids}
+
+
+def refusing_launch(original: Method) -> Method:
+    """Wraps the method that every launch passes, of a supervisor where this extension is off.
+    xinference passes all arguments by their names."""
+
+    @functools.wraps(original)
+    async def launch(supervisor: Any, *args: Any, **kwargs: Any) -> Any:
+        reason = why_foreign(kwargs)
+        if take_launch_options(kwargs, foreign=reason is not None) is not None:
+            raise reason or is_off()
+        return await original(supervisor, *args, **kwargs)
+
+    return launch
 
 
 def sharing_launch(original: Method) -> Method:

@@ -29,7 +29,7 @@ from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import UNREACHABLE, ask, within
 from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.serving import seam
-from xinference_xavier.serving.launch import Method
+from xinference_xavier.serving.launch import Method, is_off
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 logger = logging.getLogger(__name__)
@@ -175,8 +175,7 @@ def localizing_launch(original: Method) -> Method:
                 engines=_engines(kwargs),
             )
             untested = configuration(transfer).untested_vllm
-            if seam.works(seam.Feature.ENVIRONMENTS):
-                kwargs["virtual_env_packages"] = packages_with_vllm(kwargs, untested)
+            kwargs["virtual_env_packages"] = packages_with_vllm(kwargs, untested)
             shares = UNTESTED if untested else "1"
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: shares}
             try:
@@ -184,6 +183,18 @@ def localizing_launch(original: Method) -> Method:
             except FileExistsError as error:
                 # Replicas made the same link at once: docs/upstream/xinference-link-race.patch.
                 logger.info("launched again: replica=%s error=%r", name, error)
+        return await original(worker, *args, **kwargs)
+
+    return launch
+
+
+def refusing_replica(original: Method) -> Method:
+    """Wraps WorkerActor.launch_builtin_model where this extension is off."""
+
+    @functools.wraps(original)
+    async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        if own_transfer_config(kwargs.get("kv_transfer_config")) is not None:
+            raise is_off()
         return await original(worker, *args, **kwargs)
 
     return launch
