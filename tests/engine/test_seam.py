@@ -1,13 +1,14 @@
 """The installed vLLM has everything that we use, in the form in which we use it.
 
-A new version that moves or renames any of it fails here, and not in a user's engine. What can be
-checked without vLLM's tests is in `engine/seam.py`; this checks more closely what we rely on.
+A new version that moves or renames any of it fails here, and not in a user's engine. `make
+test-matrix` runs this with each supported version, and with the newest one.
 """
 
 import importlib.util
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,77 +16,153 @@ from unittest.mock import Mock
 
 import pytest
 from msgspec import to_builtins
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import kv_transfer_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload import config as offload_config
+from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.request import Request
 
-from xinference_xavier.engine import compat, seam
+from xinference_xavier.engine import compat
+from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.manager import XavierManager
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker
 
+OVERRIDES = (
+    (XavierManager, base.OffloadingManager),
+    (HostWorker, base.OffloadingWorker),
+    (XavierSpec, base.OffloadingSpec),
+    (XavierConnector, OffloadingConnector),
+)
+"""Our classes and those of vLLM that they extend."""
+REPLACED = ((XavierConnector._reset_both, KVCacheManager.reset_prefix_cache),)
+"""Our methods and those of vLLM that they stand in for."""
+NEWER_PARAMETERS = frozenset({"expedited"})
+"""We take them although not every supported version passes them: `expedited` is 0.33's."""
 
-def test_the_installed_vllm_has_what_we_use() -> None:
-    assert seam.faults() == []
+CALLS = {
+    "lookup": 2, "on_new_request": 1, "on_request_finished": 1, "on_schedule_end": 1,
+    "prepare_load": 2, "complete_load": 2, "prepare_store": 2, "complete_store": 2,
+    "has_pending_work": 0, "reset_cache": 0, "get_stats": 0, "shutdown": 0,
+    "get_load_source": 2, "on_reset_flushed": 0, "take_events": 0,
+}  # fmt: skip
+"""The methods of a manager that some version of vLLM calls, and the number of their arguments."""
+INHERITED = frozenset({"lock", "config_info"})
+"""Attributes of a manager that vLLM uses and we inherit."""
+
+FIELDS = {
+    VllmConfig: (
+        "model_config", "cache_config", "parallel_config", "speculative_config", "load_config",
+        "kv_transfer_config",
+    ),
+    KVCacheConfig: ("kv_cache_groups", "num_blocks", "hisparse_host_num_blocks"),
+    EngineCore: ("add_lora", "collective_rpc", "set_weight_version"),
+    SchedulerOutput: (
+        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
+        "finished_req_ids", "preempted_req_ids", "kv_cache_block_copies",
+        "kv_connector_block_state", "total_num_scheduled_tokens",
+    ),
+    Request: ("num_output_tokens", "is_finished", "get_finished_reason"),
+    base.ReqContext: ("req_id", "_offload_key_positions"),
+    base.OffloadingEvent: ("keys", "medium", "removed"),
+    base.OffloadingKVEventsConfig: ("enable_kv_cache_events",),
+    base.CanonicalKVCaches: ("tensors", "group_data_refs"),
+    base.CanonicalKVCacheTensor: ("tensor", "page_size_bytes"),
+    base.CanonicalKVCacheRef: ("tensor_idx", "page_size_bytes"),
+    offload_config.OffloadingConfig: (
+        "groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "parallel", "cache",
+        "replicated_layout",
+    ),
+    offload_config.OffloadingGroupConfig: ("tokens_per_block", "group_id"),
+    offload_config.OffloadingCacheConfig: ("blocks_per_chunk", "tokens_per_hash"),
+    offload_config.OffloadingParallelConfig: ("rank", "world_size", "pp_size"),
+}  # fmt: skip
+"""Attributes of vLLM's classes that we read."""
+
+TEXTS: dict[Callable[..., object], tuple[str, ...]] = {
+    OffloadingConnector.__init__: ("self.connector_scheduler",),
+    scheduler.OffloadingConnectorScheduler.__init__: ("self.manager",),
+    base.OffloadingSpec.__init__: ("self.kv_events_config",),
+    build_offloading_config: ('.get("blocks_per_chunk")',),
+    Scheduler.update_from_output: ("self.connector.take_events()",),
+    Scheduler._connector_finished: ("self.connector.request_finished_all_groups(",),
+    Scheduler.add_request: ("self.connector.on_new_request(request)",),
+    EngineCore.__init__: ("self.model_executor = ", "self.scheduler: "),
+    Request.__init__: ("trace_headers", "self.arrival_time"),
+}
+"""What vLLM's functions must contain, because we rely on what they do."""
+
+
+def parameters(function: Callable[..., object]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in NEWER_PARAMETERS]
+
+
+@pytest.mark.parametrize(("own", "inherited"), OVERRIDES)
+def test_vllm_calls_our_classes_as_it_calls_its_own(own: type, inherited: type) -> None:
+    assert not own.__abstractmethods__  # type: ignore[attr-defined]
+    overriding = {
+        name: method
+        for name, method in vars(own).items()
+        if inspect.isfunction(method) and hasattr(inherited, name)
+    }
+    if own is not XavierConnector:
+        overriding.pop("__init__")  # our own code calls it
+    for name, method in overriding.items():
+        assert parameters(method) == parameters(getattr(inherited, name)), name
+
+
+@pytest.mark.parametrize(("own", "replaced"), REPLACED)
+def test_vllm_calls_what_stands_in_for_its_methods_likewise(own: Any, replaced: Any) -> None:
+    assert parameters(own) == parameters(replaced)
+
+
+def test_vllm_s_scheduler_calls_no_other_method_of_a_manager() -> None:
+    called = {*re.findall(r"self\.manager\.(\w+)", inspect.getsource(scheduler))}
+    assert not called - CALLS.keys() - INHERITED
+    assert called >= {"lookup", "prepare_load", "prepare_store", "on_schedule_end"}
 
 
 def test_a_manager_takes_the_arguments_it_gets() -> None:
-    for name, count in seam.CALLS.items():
+    for name, count in CALLS.items():
         method = inspect.signature(getattr(XavierManager, name))
         required = [p for p in method.parameters.values() if p.default is inspect.Parameter.empty]
         assert len(required) == 1 + count, name
 
 
-class Changes:
-    """What a later vLLM may do."""
-
-    def moves_a_field(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.setitem(seam.FIELDS, base.CanonicalKVCaches, ("tensors", "layouts"))
-        return "CanonicalKVCaches.layouts is gone"
-
-    def adds_an_argument(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        def lookup(self: object, key: bytes, req_context: object, tier: int) -> None: ...
-
-        monkeypatch.setattr(base.OffloadingManager, "lookup", lookup)
-        return "OffloadingManager.lookup takes self, key, req_context, tier"
-
-    def adds_an_argument_to_what_we_replace(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        def reset(self: object, hard: bool) -> bool: ...
-
-        reset.__qualname__ = "KVCacheManager.reset_prefix_cache"
-        monkeypatch.setattr(seam, "REPLACED", ((seam.REPLACED[0][0], reset),))
-        return "KVCacheManager.reset_prefix_cache takes self, hard"
-
-    def adds_an_abstract_method(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.setattr(HostWorker, "__abstractmethods__", frozenset({"drain"}))
-        return "OffloadingWorker.drain is new"
-
-    def calls_another_method(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        known = {name: count for name, count in seam.CALLS.items() if name != "prepare_store"}
-        monkeypatch.setattr(seam, "CALLS", known)
-        return "its scheduler calls OffloadingManager.prepare_store"
-
-    def no_longer_takes_events(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.setitem(seam.TEXTS, Scheduler.update_from_output, ("self.connector.events()",))
-        return "Scheduler.update_from_output lacks 'self.connector.events()'"
-
-    def reads_more_of_a_region(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        monkeypatch.delattr(DeviceRegion, "create_next_worker_view")
-        return "CPUOffloadingWorker reads create_next_worker_view of its region"
+@pytest.mark.parametrize("kind", FIELDS)
+def test_vllm_has_the_attributes_that_we_read(kind: type) -> None:
+    known = {field.name for field in fields(kind)} if is_dataclass(kind) else set[str]()
+    assert [name for name in FIELDS[kind] if name not in known and not hasattr(kind, name)] == []
 
 
-@pytest.mark.parametrize("change", [name for name in vars(Changes) if not name.startswith("_")])
-def test_a_change_is_found(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    assert getattr(Changes(), change)(monkeypatch) in seam.faults()
+@pytest.mark.parametrize("function", TEXTS)
+def test_vllm_s_functions_do_what_we_rely_on(function: Callable[..., object]) -> None:
+    source = inspect.getsource(function)
+    assert [text for text in TEXTS[function] if text not in source] == []
+
+
+def test_vllm_s_worker_takes_our_region() -> None:
+    taken = parameters(gpu_worker.CPUOffloadingWorker.__init__)
+    assert {"kv_caches", "blocks_per_chunk", "num_cpu_chunks", "mmap_region"} <= {*taken}
+    read = {*re.findall(r"region\.(\w+)", inspect.getsource(gpu_worker))}
+    read.discard("create_next_canonical_view")  # for a layout that our spec never uses
+    assigned = {*re.findall(r"self\.(\w+)[:\s=]", inspect.getsource(DeviceRegion))}
+    assert not read - {*dir(DeviceRegion)} - assigned
 
 
 def test_jobs_have_the_fields_we_read() -> None:

@@ -4,8 +4,7 @@ vLLM calls the plugin (entry point `vllm.general_plugins`) in each of its proces
 package is installed. So where nothing is shared, it imports next to nothing.
 
 A model's environment may hold any vLLM. One that is too old is refused here, before our modules
-import what it may lack, and a newer one than we have tested if it lacks what we use. The connector
-then asks whether a newer one was allowed.
+import what it may lack. The connector asks whether a newer one than we have tested was allowed.
 """
 
 import importlib
@@ -31,10 +30,7 @@ def install() -> None:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    version = _version()
-    vllm_versions.check(version, untested=True)
-    if vllm_versions.is_newer(version):
-        _check_seam(version)
+    vllm_versions.check(_version(), untested=True)
     return getattr(importlib.import_module(f"xinference_xavier.engine.{_MODULES[name]}"), name)
 
 
@@ -42,13 +38,3 @@ def _version() -> str:
     import vllm
 
     return str(getattr(vllm, "__version__", "dev"))
-
-
-def _check_seam(version: str) -> None:
-    """Raises ConfigError if this vLLM lacks what we use."""
-    try:
-        from xinference_xavier.engine.seam import faults
-    except ImportError as error:
-        raise vllm_versions.refusal(version, f"lacks what sharing uses ({error})") from error
-    if found := faults():
-        raise vllm_versions.refusal(version, f"differs where sharing meets it ({found[0]})")
