@@ -152,9 +152,10 @@ def test_explain(pair: Pair, tmp_path: Path) -> None:
     table = [line.split() for line in shown.splitlines() if "·" in line][1:]
     rows = {name: cells for name, *cells in table}
     assert rows == {
-        "first": ["■■·", "256", "0", "0", "128"],
-        "second": ["···", "0", "0", "256", "128"],
+        "first": ["■■·", "256"],
+        "second": ["···", "0"],
     }
+    assert "Missing: no replica holds tokens 256 to 384" in " ".join(shown.split())
     raw = json.loads(
         done(pair.api.endpoint, "explain", MODEL, "--prompt-file", "-", "--json", text="1 2")
     )

@@ -17,7 +17,7 @@ from xinference_xavier.cli.tables import (
 from xinference_xavier.client.doctor import Finding
 from xinference_xavier.stats.answers import Explanation
 from xinference_xavier.stats.report import read
-from xinference_xavier.stats.schema import FirstTokens, ModelStatus, RoutingStats
+from xinference_xavier.stats.schema import FirstTokens, ModelStatus, ReplicaStatus, RoutingStats
 
 MIB = 1 << 20
 HITS = {"prefix_cache": 1000, "local_pool": 200, "disk": 0, "remote": 3000, "computed": 4200}
@@ -173,37 +173,29 @@ def explanation(held: list[bool], tokens: int) -> Explanation:
         {"from": 10 * at, "to": 10 * at + 10, "replicas": {"a": "pool" if here else "none"}}
         for at, here in enumerate(held)
     ]
-    reuse = {"a": {"local_pool": 1234, "disk": 67, "remote": 0, "computed": 5}}
-    raw = {"prompt_tokens": tokens, "chunk_tokens": 10, "chunks": chunks, "reuse": reuse}
-    return Explanation.of(raw)
+    return Explanation.of({"prompt_tokens": tokens, "chunk_tokens": 10, "chunks": chunks})
+
+
+def table_of(answer: Explanation, **replica: Any) -> str:
+    """The explanation of a replica."""
+    names = {"incarnation": "a", "address": "h:1", "namespace": "n", "replica": "m-0"}
+    return shown(explanation_table(answer, [read(ReplicaStatus, names | replica)]))
 
 
 def test_a_prompt_shorter_than_a_chunk_has_no_picture() -> None:
-    text = shown(explanation_table(explanation([], 9), {}))
+    text = table_of(explanation([], 9), not_sharing="no peers")
     assert "9 tokens: 0 whole chunks of 10" in text
-    assert text.splitlines()[-1].split() == ["a", "-", "1,234", "67", "0", "5"]
+    *_, row, _, missing = text.splitlines()
+    assert row.split() == ["m-0", "-", "no", "peers", "0"]
+    assert missing.strip().startswith("Missing: it is shorter than a chunk of 10")
 
 
 def test_a_long_prompt_is_drawn_with_several_chunks_per_character() -> None:
     """The picture has at most 64 characters."""
     held = [True] * 100 + [False] * 28
     held[99] = False
-    text = shown(explanation_table(explanation(held, 1280), {"a": "m-0"}))
-    name, picture, *_ = text.splitlines()[-1].split()
-    assert (name, picture) == ("m-0", "■" * 49 + "▪" + "·" * 14)
-
-
-def test_the_forecasts_of_an_explanation_are_a_table_of_their_own() -> None:
-    routing = {
-        "m-0": {"backlog": 1.5, "fetch": 0.0, "compute": 0.25},
-        "m-1": {"backlog": 0.0, "fetch": 0.125, "compute": 0.001, "prefill": "m-0"},
-    }
-    answer = Explanation.of({**explanation([], 9).raw, "routing": routing})
-    *_, title, headings, first, second = shown(explanation_table(answer, {})).splitlines()
-    assert title.strip() == "Seconds until each replica would answer; m-1 would be the first:"
-    assert headings.split() == ["replica", "backlog", "fetch", "compute", "together"]
-    assert first.split() == ["m-0", "1.500", "0.000", "0.250", "1.750"]
-    assert second.split() == ["m-1,", "prefilled", "by", "m-0", "0.000", "0.125", "0.001", "0.126"]
+    *_, row, _, _ = table_of(explanation(held, 1280)).splitlines()
+    assert row.split() == ["m-0", "■" * 49 + "▪" + "·" * 14, "990"]
 
 
 def test_grave_findings_look_grave() -> None:

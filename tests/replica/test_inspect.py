@@ -1,5 +1,5 @@
-"""What a request would reuse follows from what the replicas hold; a self-check finds problems with
-peers and ports. `test_doctor.py` covers healthy replicas and links that do not open."""
+"""An explanation says who holds a prompt's chunks, and a self-check finds problems with peers and
+ports. `test_doctor.py` covers healthy replicas and links that do not open."""
 
 import json
 import socket
@@ -24,17 +24,9 @@ def key(place: int, group: int = 0) -> bytes:
     return bytes([place, 0, 0, 0, group])
 
 
-def explain(
-    own: str,
-    *,
-    min_fetch_tokens: int = 0,
-    enabled: bool = True,
-    groups: int = 1,
-    down: str = "",
-    **peers: str,
-) -> dict[str, Any]:
+def explain(own: str, *, groups: int = 1, **peers: str) -> dict[str, Any]:
     """Each text marks which of 8 whole chunks a replica has in its pool ("x") or only on its disk
-    ("d"); peer `down` does not serve."""
+    ("d")."""
     pool, mirror = Pool(20), Mirror("own")
     for row in pool.reserve(keys_at(own, "x")).rows:
         pool.commit(row)
@@ -42,8 +34,8 @@ def explain(
         Change(name, 1, pack(keys_at(held, "x") + saved_keys_at(held)), b"", True)
         for name, held in peers.items()
     )
-    members = tuple(Member(name, "host:1", name != down) for name in peers)
-    mirror.apply(Update(1, "epoch", True, Settings(1, enabled), 5, members, changes))
+    members = tuple(Member(name, "host:1") for name in peers)
+    mirror.apply(Update(1, "epoch", True, Settings(), 5, members, changes))
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
     chunked = Chunked(PROMPT, 4096, CHUNK, chunks)
     explainer = Explainer(
@@ -52,7 +44,6 @@ def explain(
         pool=pool,
         mirror=mirror,
         is_saved=keys_at(own, "d").__contains__,
-        min_fetch_tokens=min_fetch_tokens,
     )
     return explainer.explanation(chunked)
 
@@ -63,66 +54,6 @@ def keys_at(held: str, mark: str) -> list[bytes]:
 
 def saved_keys_at(held: str) -> list[bytes]:
     return [saved_key(each) for each in keys_at(held, "d")]
-
-
-@pytest.mark.parametrize(
-    ("own", "peer", "other", "local_pool", "disk", "remote"),
-    [
-        ("--------", "--------", "--------", 0, 0, 0),
-        ("xxx-----", "--------", "--------", 30, 0, 0),
-        ("--------", "xxxx----", "--------", 0, 0, 40),
-        ("xx------", "xxxx----", "--------", 20, 0, 20),
-        ("--------", "xx------", "--xx----", 0, 0, 40),  # from two peers in turn
-        ("--x-----", "xx-x----", "--------", 10, 0, 30),
-        ("--x-----", "xxxx----", "--------", 10, 0, 30),
-        ("--------", "-xxxxxxx", "--------", 0, 0, 0),  # useless without the first chunk
-        ("xxxxxxxx", "xxxxxxxx", "xxxxxxxx", 80, 0, 0),
-        ("xdd-----", "--------", "--------", 10, 20, 0),
-        ("dd------", "xxxx----", "--------", 0, 0, 40),  # more than the disk has
-        ("dddd----", "xxxx----", "--------", 0, 40, 0),  # at a tie
-        ("--------", "xddx----", "--------", 0, 0, 40),
-    ],
-)
-def test_reuse_equals_what_lookups_would_find(
-    own: str, peer: str, other: str, local_pool: int, disk: int, remote: int
-) -> None:
-    answer = explain(own, peer=peer, other=other)
-    assert answer["reuse"]["own"] == {
-        "local_pool": local_pool,
-        "disk": disk,
-        "remote": remote,
-        "computed": PROMPT - local_pool - disk - remote,
-    }
-
-
-def test_the_peer_s_reuse_is_explained_as_well() -> None:
-    answer = explain("xxxx----", peer="xx------")
-    assert answer["reuse"]["peer"] == {
-        "local_pool": 20,
-        "disk": 0,
-        "remote": 20,
-        "computed": 45,
-    }
-
-
-def test_a_run_too_short_to_be_fetched_is_computed() -> None:
-    assert explain("--------", peer="xx------", min_fetch_tokens=21)["reuse"]["own"]["remote"] == 0
-    assert explain("--------", peer="xxx-----", min_fetch_tokens=21)["reuse"]["own"]["remote"] == 30
-
-
-@pytest.mark.parametrize(
-    "without", [{"enabled": False}, {"down": "peer"}], ids=["sharing is off", "it does not serve"]
-)
-def test_nothing_comes_from_a_peer_that_cannot_be_asked(without: dict[str, Any]) -> None:
-    answer = explain("x-------", peer="xxxx----", **without)
-    own, peer = answer["reuse"]["own"], answer["reuse"]["peer"]
-    assert own == {"local_pool": 10, "disk": 0, "remote": 0, "computed": 75}
-    assert peer == {"local_pool": 40, "disk": 0, "remote": 0, "computed": 45}
-    assert answer["chunks"][1]["replicas"] == {"own": "none", "peer": "pool"}
-
-
-def test_while_sharing_is_off_nothing_is_read_from_the_disk() -> None:
-    assert explain("xddd----", enabled=False)["reuse"]["own"]["disk"] == 0
 
 
 def test_each_chunk_names_its_holders() -> None:
@@ -137,7 +68,8 @@ def test_each_chunk_names_its_holders() -> None:
 
 
 def test_a_chunk_counts_only_with_all_its_groups() -> None:
-    assert explain("xxxx----", peer="xxxx----", groups=2)["reuse"]["own"]["local_pool"] == 0
+    answer = explain("xxxx----", peer="xxxx----", groups=2)
+    assert answer["chunks"][0]["replicas"] == {"own": "none", "peer": "none"}
 
 
 HOST = "127.0.0.1"

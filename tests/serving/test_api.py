@@ -40,7 +40,6 @@ STATS: dict[str, Any] = {
     "transport": "gloo",
 }
 QUESTION = {"prompt": "What?"}
-REUSE = {"local_pool": 4, "disk": 0, "remote": 0, "computed": 1}
 CHUNK = {"from": 0, "to": 4, "replicas": {"a": "pool"}}
 NO_PREFIXES = {"prefixes": [], "prefix_states": {}, "prefix_file_failures": 0}
 GUIDE = {
@@ -69,7 +68,9 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
             raise ExplainError("no tokenizer here")
         return {
             **{"prompt_tokens": 5, "context_tokens": 4096, "chunk_tokens": 4},
-            **{"chunks": [CHUNK], "reuse": {"a": REUSE}},
+            **{
+                "chunks": [CHUNK],
+            },
         }
 
 
@@ -196,14 +197,6 @@ async def test_loads_and_forecasts_of_the_replicas(model: Model) -> None:
         "accepts": False,
         "role": "any",
     }
-    assert (await model.explain())["routing"] == {}, "it accepts no request"
-    await model.tracker.report_load("ns", "a", load._replace(requests=2), ())
-    async with asyncio.timeout(60):
-        while not (forecast := (await model.explain())["routing"]):
-            pass
-    assert forecast == {
-        "a": {"backlog": pytest.approx(3600.0, abs=60.0), "fetch": 0.0, "compute": 1.5}
-    }
 
 
 async def test_setting_the_weights_version(model: Model) -> None:
@@ -321,7 +314,7 @@ async def test_explaining_passes_the_replicas_answer_on(model: Model) -> None:
     assert (empty.status_code, empty.json()["detail"]) == (503, "no replica has joined yet")
     await model.add("a")
     answer = await model.explain()
-    assert (answer["prompt_tokens"], answer["reuse"]) == (5, {"a": REUSE})
+    assert (answer["prompt_tokens"], answer["chunks"]) == (5, [CHUNK])
     refused = await model.client.post(f"{URL}/explain", json={"prompt": "else"})
     assert (refused.status_code, refused.json()["detail"]) == (503, "no tokenizer here")
 

@@ -1,13 +1,13 @@
 """How a client reads answers about events and prompts."""
 
+import pytest
+
 from xinference_xavier.stats.answers import (
     Chunk,
     EventRecord,
     Explanation,
-    Forecast,
     NamedPrefix,
     PrefixCopy,
-    Reuse,
 )
 
 
@@ -24,32 +24,32 @@ def test_holders_of_a_chunk_are_those_of_every_place() -> None:
             {"from": 0, "to": 128, "replicas": {"a": "pool", "b": "none", "c": "disk"}},
             {"from": 128, "to": 256, "replicas": {}},
         ],
-        "reuse": {"a": {"local_pool": 128, "disk": 0, "remote": 0, "computed": 172}},
     }
     explanation = Explanation.of(raw)
     assert explanation.chunks == (
         Chunk(0, 128, frozenset("ac")),
         Chunk(128, 256, frozenset()),
     )
-    assert explanation.reuse == {"a": Reuse(local_pool=128, computed=172)}
-    assert (explanation.forecasts, explanation.first) == ({}, ""), "it comes from an older server"
+    assert {name: explanation.held(name) for name in "abc"} == {"a": 128, "b": 0, "c": 128}
 
 
-def test_the_replica_that_answers_first_has_the_least_to_do_in_all() -> None:
-    raw = {
-        "prompt_tokens": 1,
-        "chunk_tokens": 128,
-        "chunks": [],
-        "reuse": {},
-        "routing": {
-            "m-0": {"backlog": 0.25, "fetch": 0.0, "compute": 2.0},
-            "m-1": {"backlog": 0.5, "fetch": 0.5, "compute": 1.0},
-        },
-    }
-    explanation = Explanation.of(raw)
-    assert explanation.forecasts == {"m-0": Forecast(0.25, 0.0, 2.0), "m-1": Forecast(0.5, 0.5, 1)}
-    assert [each.total for each in explanation.forecasts.values()] == [2.25, 2.0]
-    assert explanation.first == "m-1"
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ("", "it is shorter than a chunk of 10"),
+        ("-x", "no replica holds its first chunk: no prompt that began like this was computed"),
+        ("xx-x", "no replica holds tokens 20 to 30: from there on it differs"),
+        ("xx", ""),
+    ],
+)
+def test_it_says_why_a_part_is_missing(held: str, why: str) -> None:
+    chunks = tuple(
+        Chunk(10 * at, 10 * at + 10, frozenset("a" if each == "x" else ""))
+        for at, each in enumerate(held)
+    )
+    missing = Explanation(10 * len(held) + 9, 10, chunks).missing
+    assert missing.startswith(why)
+    assert bool(missing) is bool(why)
 
 
 def test_a_prefix_of_a_later_server_may_have_more_fields() -> None:

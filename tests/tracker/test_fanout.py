@@ -269,7 +269,8 @@ async def test_each_replica_is_told_what_to_keep_and_answers_what_it_keeps(track
 class Explaining(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     async def explain(self, packed: bytes) -> dict[str, Any]:
         tokens = {"prompt_tokens": 8, "context_tokens": 64, "chunk_tokens": 4}
-        return {**tokens, "chunks": [], "reuse": {self.uid.decode(): {}}}
+        chunk = {"from": 0, "to": 4, "replicas": {self.uid.decode(): "pool"}}
+        return {**tokens, "chunks": [chunk]}
 
 
 async def test_the_replica_that_was_heard_from_last_explains(tracker: Any) -> None:
@@ -282,4 +283,4 @@ async def test_the_replica_that_was_heard_from_last_explains(tracker: Any) -> No
     for latest in ("b", "a", "c"):
         await tracker.heartbeat(NAMESPACE, latest, {})
         answer = await tracker.explain(pack_question({"prompt": "text"}))
-        assert answer["reuse"].keys() == {replica_uid(latest)}
+        assert answer["chunks"][0]["replicas"] == {replica_uid(latest): "pool"}

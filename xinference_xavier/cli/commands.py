@@ -136,17 +136,15 @@ def _line(record: EventRecord) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
 @with_client
 def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
-    """Show which replicas hold a prompt's chunks, what a request to MODEL would reuse now, and how
-    soon each replica would answer it.
+    """Show which replicas of MODEL hold a prompt's chunks, and why some are missing.
 
-    vLLM's own prefix cache may add to that; its content is not known here.
+    vLLM's own prefix cache may have more; its content is not known here.
     """
     answer = client.explain(model, **question(prompt_file, chat))
     if as_json:
         click.echo(json.dumps(answer.raw, indent=2))
         return
-    names = {replica.incarnation: replica.replica for replica in client.status(model).replicas}
-    tables.console().print(tables.explanation_table(answer, names))
+    tables.console().print(tables.explanation_table(answer, client.status(model).replicas))
 
 
 @main.command()

@@ -21,6 +21,7 @@ from xinference_xavier.stats.schema import (
     ModelStatus,
     PoolStats,
     Predictions,
+    ReplicaStatus,
     RoutingStats,
 )
 
@@ -163,35 +164,23 @@ def _remarks(model: ModelStatus) -> list[str]:
     return remarks
 
 
-def explanation_table(answer: Explanation, names: dict[str, str]) -> RenderableType:
-    """`names` are xinference's names by incarnation."""
+def explanation_table(answer: Explanation, replicas: Iterable[ReplicaStatus]) -> RenderableType:
     per_character = max(1, -(-len(answer.chunks) // _WIDTH))
     holds = "holds (■ all, ▪ part, · none)"
-    table = new_table(["replica", holds], ["local pool", "disk", "remote", "computed"])
-    for incarnation, reuse in answer.reuse.items():
-        held = [incarnation in chunk.holders for chunk in answer.chunks]
+    table = new_table(["replica", holds, "cannot fetch"], ["from the beginning"])
+    for replica in replicas:
+        held = [replica.incarnation in chunk.holders for chunk in answer.chunks]
         picture = "".join(
             _mark(held[at : at + per_character]) for at in range(0, len(held), per_character)
         )
-        tokens = (f"{n:,}" for n in (reuse.local_pool, reuse.disk, reuse.remote, reuse.computed))
-        table.add_row(names.get(incarnation, incarnation), picture or "-", *tokens)
+        reason, tokens = replica.not_sharing or "", answer.held(replica.incarnation)
+        table.add_row(replica.replica, picture or "-", reason, f"{tokens:,}")
     title = (
         f"{answer.prompt_tokens:,} tokens: {len(answer.chunks)} whole chunks of "
-        f"{answer.chunk_tokens}. What a request to each replica would reuse:"
+        f"{answer.chunk_tokens}"
     )
-    if not answer.forecasts:
-        return Group(Text(title), table)
-    first = f"Seconds until each replica would answer; {answer.first} would be the first:"
-    return Group(Text(title), table, Text(f"\n{first}"), _forecasts_table(answer))
-
-
-def _forecasts_table(answer: Explanation) -> Table:
-    table = new_table(["replica"], ["backlog", "fetch", "compute", "together"])
-    for name, each in answer.forecasts.items():
-        seconds = (each.backlog, each.fetch, each.compute, each.total)
-        told = f"{name}, prefilled by {each.prefill}" if each.prefill else name
-        table.add_row(told, *(f"{number:.3f}" for number in seconds))
-    return table
+    missing = [Text(f"\nMissing: {answer.missing}.")] if answer.missing else []
+    return Group(Text(title), table, *missing)
 
 
 def prefixes_table(prefixes: Iterable[NamedPrefix], now: float) -> RenderableType:

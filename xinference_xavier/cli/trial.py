@@ -107,8 +107,7 @@ class Trial:
         """Wait until a replica could fetch the prompt."""
 
         def is_offered() -> bool:
-            reuse = self._client.explain(self._model, prompt).reuse.values()
-            return any(each.remote for each in reuse)
+            return any(chunk.holders for chunk in self._client.explain(self._model, prompt).chunks)
 
         self._await(is_offered, "no replica offers the prompt that it has computed")
 

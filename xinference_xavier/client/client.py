@@ -114,8 +114,7 @@ class XavierClient:
         messages: Messages | None = None,
         tools: Messages | None = None,
     ) -> Explanation:
-        """Where the chunks of a prompt or a chat are, what a request for it would reuse, and how
-        soon each replica would answer it."""
+        """Where the chunks of a prompt or a chat are."""
         if (prompt is None) == (messages is None):
             raise ValueError("give either a prompt or messages")
         fields = {"prompt": prompt, "messages": messages, "tools": tools}

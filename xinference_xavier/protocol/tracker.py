@@ -252,7 +252,6 @@ def check_explanation(answer: object) -> None:
             "context_tokens": int(),
             "chunk_tokens": int(),
             "chunks": list() as chunks,
-            "reuse": dict(),
         } if all(
             isinstance(chunk, dict) and isinstance(chunk.get("replicas"), dict) for chunk in chunks
         ):

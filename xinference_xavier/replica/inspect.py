@@ -1,18 +1,15 @@
 """What operators ask a replica: where a prompt's chunks are (`Explainer`), and whether the replica
 and its links work (`self_check`).
 
-The explanation estimates what the scheduler would find now. It ignores vLLM's own prefix cache,
-counts a chunk only if all its KV-cache groups are there, and assumes that fetches from peers that
-serve succeed and are faster than computing, with the same `xavier_min_fetch_tokens` everywhere.
+vLLM's own prefix cache is not looked at, and a chunk is there only if all its KV-cache groups are.
 
 Threading: the replica's background loop. A check of a link may open it; later fetches use it.
 """
 
 import asyncio
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xinference_xavier.config import XavierConfig
@@ -52,7 +49,6 @@ class Explainer:
         pool: Pool,
         mirror: Mirror,
         is_saved: Callable[[bytes], bool],
-        min_fetch_tokens: int,
     ) -> None:
         """`is_saved` tells which chunks are on the host's disk."""
         self._chunker = chunker
@@ -60,7 +56,6 @@ class Explainer:
         self._pool = pool
         self._mirror = mirror
         self._is_saved = is_saved
-        self._min_fetch_tokens = min_fetch_tokens
         self._asked = asyncio.Lock()
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
@@ -74,8 +69,7 @@ class Explainer:
         return self._chunker(unpack_question(packed))
 
     def explanation(self, chunked: Chunked) -> dict[str, Any]:
-        """JSON-able. `reuse` has each replica's tokens: in its pool, on its disk, from peers,
-        computed."""
+        """JSON-able; where each replica has each chunk: "pool", "disk" or "none"."""
         held = {self._incarnation: [self._own_place(keys) for keys in chunked.chunks]}
         holders = [
             (_common(self._mirror.pool_set, keys), _common(self._mirror.full_set, keys))
@@ -84,9 +78,6 @@ class Explainer:
         for peer in sorted(self._mirror.peers):
             bit = self._mirror.sets.set_of((peer,))
             held[peer] = [_place(pool & bit, anywhere & bit) for pool, anywhere in holders]
-        enabled = self._mirror.enabled
-        donors = self._mirror.serving | {self._incarnation} if enabled else frozenset()
-        min_chunks = max(1, -(-self._min_fetch_tokens // chunked.chunk_tokens))
         size = chunked.chunk_tokens
         return {
             "prompt_tokens": chunked.prompt_tokens,
@@ -100,10 +91,6 @@ class Explainer:
                 }
                 for place in range(len(chunked.chunks))
             ],
-            "reuse": {
-                replica: _reuse(replica, held, donors - {replica}, enabled, min_chunks, chunked)
-                for replica in held
-            },
         }
 
     def _own_place(self, keys: Sequence[bytes]) -> str:
@@ -111,57 +98,12 @@ class Explainer:
         return _place(not missing, all(map(self._is_saved, missing)))
 
 
-_POOL, _DISK, _NOWHERE = "pool", "disk", "none"
-
-
 def _place(in_pool: object, anywhere: object) -> str:
-    return _POOL if in_pool else _DISK if anywhere else _NOWHERE
+    return "pool" if in_pool else "disk" if anywhere else "none"
 
 
 def _common(holders: Callable[[bytes], int], keys: Sequence[bytes]) -> int:
     return functools.reduce(operator.and_, map(holders, keys))
-
-
-def _reuse(
-    replica: str,
-    held: dict[str, list[str]],
-    donors: frozenset[str],
-    reads_disk: bool,
-    min_chunks: int,
-    chunked: Chunked,
-) -> dict[str, int]:
-    """Walk through the chunks as the scheduler would: the own pool's run, then the longest run of
-    the own disk or of one donor, …"""
-    own = held[replica]
-    others = [held[donor] for donor in donors]
-    place = from_pool = from_disk = from_peers = 0
-    while place < len(own):
-        if own[place] == _POOL:
-            place, from_pool = place + 1, from_pool + 1
-            continue
-        wanted = _run(own, place, {_DISK, _NOWHERE})
-        saved = _run(own, place, {_DISK}) if reads_disk else 0
-        fetched = max((_run(chunks, place, {_POOL, _DISK}) for chunks in others), default=0)
-        found = min(wanted, max(saved, fetched))
-        if found < min_chunks:
-            break
-        place += found
-        if saved >= found:
-            from_disk += found
-        else:
-            from_peers += found
-    size = chunked.chunk_tokens
-    return {
-        "local_pool": from_pool * size,
-        "disk": from_disk * size,
-        "remote": from_peers * size,
-        "computed": chunked.prompt_tokens - (from_pool + from_disk + from_peers) * size,
-    }
-
-
-def _run(chunks: list[str], start: int, places: Collection[str]) -> int:
-    """The number of chunks from `start` on that are all at one of these places."""
-    return sum(1 for _ in itertools.takewhile(places.__contains__, chunks[start:]))
 
 
 PROBE_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open

@@ -218,7 +218,6 @@ class Replica:
             pool=self._pool,
             mirror=self.mirror,
             is_saved=self._is_saved,
-            min_fetch_tokens=config.least_fetch_tokens,
         )
         self._background = Background(
             self._thread.loop,

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from xinference_xavier.frontend.question import prompt_text
 from xinference_xavier.protocol.tracker import MAX_QUESTION_BYTES, Settings, unpack_question
 from xinference_xavier.runtime.validate import first_reason
 from xinference_xavier.serving.answers import (
@@ -146,18 +145,13 @@ class _Routes:
         return JSONResponse({**self._seen(request, report), "answers": answers})
 
     async def explain(self, model_uid: str, request: Request) -> JSONResponse:
-        """Where the chunks of a prompt are, and what a request for it would reuse."""
+        """Where the chunks of a prompt are."""
         self._access(request, model_uid)
         # A long one would hold up the event loop.
-        question = await asyncio.to_thread(_checked_question, body := await request.body())
+        await asyncio.to_thread(_checked_question, body := await request.body())
         deadline = EXPLAIN_DEADLINE + 1
         explaining = self._trackers.call(model_uid, "explain", body, deadline=deadline)
-        explanation = await answered_for(model_uid, explaining)
-        router = self._trackers.routers.get(model_uid)
-        forecasts = {}
-        if router is not None:
-            forecasts = router.explain(await asyncio.to_thread(prompt_text, question))
-        return JSONResponse({**explanation, "routing": forecasts})
+        return JSONResponse(await answered_for(model_uid, explaining))
 
 
 _BodyT = TypeVar("_BodyT", bound=Body)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, StrictStr
 from xinference_xavier.frontend.prefix import DEFAULT_TTL, MAX_NAME, MAX_SALT, Copies, Retention
 from xinference_xavier.options import Routing
 from xinference_xavier.protocol.tracker import MAX_CHANGE_SECONDS, MAX_WEIGHTS_VERSION
-from xinference_xavier.stats.answers import NamedPrefix, Reuse
+from xinference_xavier.stats.answers import NamedPrefix
 from xinference_xavier.stats.schema import ModelStatus, described
 
 
@@ -143,21 +143,8 @@ class PlacedChunk(_Answer):
     """Each replica's place for it, by incarnation."""
 
 
-class Seconds(_Answer):
-    """Until a replica would answer: the sum of all, in seconds."""
-
-    backlog: float
-    """What it has to do before."""
-    fetch: float
-    """Copying chunks from a peer."""
-    compute: float
-    """Computing the rest of the prompt."""
-    prefill: str | None = None
-    """The replica that would compute the prompt for it."""
-
-
 class Explained(_Answer):
-    """What a request for a prompt would reuse now."""
+    """Where a prompt's chunks are now."""
 
     prompt_tokens: int
     """Its length."""
@@ -167,10 +154,6 @@ class Explained(_Answer):
     """The length of a chunk."""
     chunks: list[PlacedChunk]
     """Those of the prompt, in order."""
-    reuse: dict[str, Reuse]
-    """Tokens by where a replica would get them from, by incarnation."""
-    routing: dict[str, Seconds]
-    """Forecasts by xinference's name for the replica; without known loads, none."""
 
 
 class NamedPrefixes(_Answer):

@@ -43,41 +43,12 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Reuse:
-    """Tokens of a prompt that a replica would get from its `local_pool`, from its host's `disk`,
-    from a peer (`remote`), or that it would have `computed`."""
-
-    local_pool: int = 0
-    disk: int = 0
-    remote: int = 0
-    computed: int = 0
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Seconds until a replica would have answered: its `backlog`, then what it would `fetch` from
-    a peer and `compute` of this prompt. `prefill` is the replica that would compute it instead."""
-
-    backlog: float = 0.0
-    fetch: float = 0.0
-    compute: float = 0.0
-    prefill: str = ""
-
-    @property
-    def total(self) -> float:
-        return self.backlog + self.fetch + self.compute
-
-
-@dataclass(frozen=True)
 class Explanation:
-    """What a request for a prompt would reuse at each replica that could answer it now. `reuse` is
-    keyed by incarnation, `forecasts` by xinference's name for the replica."""
+    """Where a prompt's chunks are now."""
 
     prompt_tokens: int
     chunk_tokens: int
     chunks: tuple[Chunk, ...]
-    reuse: Mapping[str, Reuse]
-    forecasts: Mapping[str, Forecast]
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
 
     @classmethod
@@ -90,16 +61,31 @@ class Explanation:
             )
             for chunk in raw["chunks"]
         )
-        reuse = {name: read(Reuse, tokens) for name, tokens in raw["reuse"].items()}
-        routing = raw.get("routing", {})
-        forecasts = {name: read(Forecast, terms) for name, terms in routing.items()}
-        tokens, size = raw["prompt_tokens"], raw["chunk_tokens"]
-        return cls(tokens, size, tuple(chunks), reuse, forecasts, raw)
+        return cls(raw["prompt_tokens"], raw["chunk_tokens"], tuple(chunks), raw)
+
+    def held(self, incarnation: str) -> int:
+        """The tokens from the prompt's beginning on that the replica holds."""
+        missing = (chunk.start for chunk in self.chunks if incarnation not in chunk.holders)
+        return next(missing, len(self.chunks) * self.chunk_tokens)
 
     @property
-    def first(self) -> str:
-        """The replica that is expected to answer first; empty if none accepts a request."""
-        return min(self.forecasts, key=lambda name: self.forecasts[name].total, default="")
+    def missing(self) -> str:
+        """Why a part of the prompt is held by no replica; empty if that is less than a chunk."""
+        if not self.chunks:
+            return f"it is shorter than a chunk of {self.chunk_tokens}, and whole ones are kept"
+        first = next((chunk for chunk in self.chunks if not chunk.holders), None)
+        if first is None:
+            return ""
+        if first.start == 0:
+            return (
+                "no replica holds its first chunk: no prompt that began like this was computed, or "
+                "it was evicted, or it had a cache_salt, an adapter or images, which are part of "
+                "what is looked up"
+            )
+        return (
+            f"no replica holds tokens {first.start} to {first.end}: from there on it differs from "
+            "the prompts that were computed, or these chunks were evicted"
+        )
 
 
 @dataclass(frozen=True)

@@ -365,8 +365,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             self._observers.drain(member.incarnation, None)
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
-        """Locates the chunks of a packed question, and what a request would reuse; see
-        `fanout.explain`."""
+        """Locates the chunks of a packed question; see `fanout.explain`."""
         check_packed_question(packed)
         return await fanout.explain(self._namespaces, packed)
 

@@ -107,10 +107,8 @@ async def drain(members: Sequence[Member], stay: Sequence[str], seconds: float) 
 async def explain(namespaces: Namespaces, packed: bytes) -> dict[str, Any]:
     """Locates the chunks of a packed question. One member answers for its whole namespace.
 
-        {"prompt_tokens": …, "chunk_tokens": …,
-         "chunks": [{"from": token, "to": token, "replicas": {incarnation: place}}, …],
-         "reuse": {incarnation: {"local_pool": tokens, "disk": tokens, "remote": tokens,
-                                 "computed": tokens}}}
+        {"prompt_tokens": …, "context_tokens": …, "chunk_tokens": …,
+         "chunks": [{"from": token, "to": token, "replicas": {incarnation: place}}, …]}
 
     A place is "pool", "disk" or "none". If namespaces cut a prompt into different chunks, `chunks`
     are those of the first that answered. Raises ExplainError if no replica can answer.
@@ -124,7 +122,6 @@ async def explain(namespaces: Namespaces, packed: bytes) -> dict[str, Any]:
         raise ExplainError(reasons[0] if reasons else "no replica has joined yet")
     merged, *others = good
     for other in others:
-        merged["reuse"] |= other["reuse"]
         if other["chunk_tokens"] == merged["chunk_tokens"]:
             for chunk, same in zip(merged["chunks"], other["chunks"], strict=False):
                 chunk["replicas"] |= same["replicas"]

@@ -61,12 +61,11 @@ def test_questions_about_a_document_go_where_it_was_computed(
 
     explain = f"/v1/xavier/{UID}/explain"
 
-    def known() -> bool:
-        routing = model.call("POST", explain, question(path, text))["routing"]
-        least = min(routing, key=lambda name: sum(routing[name].values()))
-        return bool(least == replica and routing[replica]["fetch"] == 0.0)
+    def offered() -> bool:
+        chunks = model.call("POST", explain, question(path, text))["chunks"]
+        return all("pool" in chunk["replicas"].values() for chunk in chunks)
 
-    wait_until(known, "the router knows who holds the document")
+    wait_until(offered, "the tracker knows who holds the document")
     asked = []
     for number in range(1, 5):
         wait_until(lambda: backlog(model, replica) == 0, "nothing keeps it from answering first")

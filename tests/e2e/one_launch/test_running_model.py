@@ -14,27 +14,22 @@ from tests.e2e.conftest import FETCH_TIMEOUT, can_fetch, wait_until
 from tests.e2e.one_launch.conftest import UID, ask, compute, replicas, share
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
-from xinference_xavier.stats.answers import Reuse
 
 pytestmark = pytest.mark.usefixtures("empty_pools")
 
 
-def test_explain_predicts_what_a_request_reuses(model: LocalCluster) -> None:
+def test_explain_says_what_a_request_finds(model: LocalCluster) -> None:
     before = replicas(model)
     donor, cold = compute(model, question(110))
     (consumer,) = set(before) - {donor}
     whole = cold.prompt_tokens // CHUNK * CHUNK
-    rest = cold.prompt_tokens - whole
     with XavierClient(model.endpoint) as client:
         answer = client.explain(UID, question(110))
     assert (answer.prompt_tokens, answer.chunk_tokens) == (cold.prompt_tokens, CHUNK)
     assert {chunk.holders for chunk in answer.chunks} == {frozenset({donor})}
-    assert answer.reuse == {
-        donor: Reuse(local_pool=whole, computed=rest),
-        consumer: Reuse(remote=whole, computed=rest),
-    }
+    assert (answer.held(donor), answer.held(consumer)) == (whole, 0)
     asked, remote = ask(model, question(110))
-    assert (asked, remote.cached_tokens) == (consumer, answer.reuse[consumer].remote)
+    assert (asked, remote.cached_tokens) == (consumer, whole)
 
 
 def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
