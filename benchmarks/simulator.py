@@ -33,7 +33,7 @@ from benchmarks.replica_model import (
     Tokens,
 )
 from benchmarks.traces import GROUP, Request
-from xinference_xavier.mirror import Mirror, PeerSets
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.protocol.tracker import Member, pack
 from xinference_xavier.replica.disk import REMEMBERED
