@@ -22,7 +22,7 @@ DIST = Path(__file__).parents[1] / "dist"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 MAX_BYTES = 500_000
 COMMANDS = (
-    *(("status",), ("doctor",), ("launches",)),
+    *(("status",), ("doctor",)),
     *((name, "model") for name in ("events", "flush", "try", "routing")),
     ("switch", "model", "off"),
     ("weights", "model", "1"),

@@ -141,12 +141,10 @@ class XavierConfig:
 
 
 def take_launch_options(
-    kwargs: MutableMapping[str, Any],
-    foreign: bool = False,
-    environment: Mapping[str, str] = os.environ,
+    kwargs: MutableMapping[str, Any], foreign: bool = False
 ) -> dict[str, Any] | None:
     """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
-    The supervisor's ``environment`` has the cluster's defaults.
+    The environment has the cluster's defaults.
 
     None if the launch is not ours: without ``enable_xavier=true``, or with the Xavier built into
     xinference. Its options stay then, as xinference writes them. Ours are dropped with a warning,
@@ -164,10 +162,10 @@ def take_launch_options(
     if not switches or not parse_bool(ENABLE, kwargs[switches[0]]):
         _drop_stray_options(kwargs, switches)
         return None
-    if _backend(kwargs, foreign, environment) == "builtin":
+    if _backend(kwargs, foreign) == "builtin":
         _leave_to_builtin(kwargs)
         return None
-    options = parse_options(kwargs, environment)
+    options = parse_options(kwargs)
     for name in list(kwargs):
         if name in switches or _plain(name).startswith(_PREFIX):
             del kwargs[name]
@@ -176,14 +174,14 @@ def take_launch_options(
 
 def _leave_to_builtin(kwargs: MutableMapping[str, Any]) -> None:
     """xinference knows its options by one spelling, and none of ours, not even without a value."""
-    for name in list(filter(is_xavier_option, kwargs)):
+    for name in [each for each in kwargs if _plain(each).startswith((ENABLE, _PREFIX))]:
         value = kwargs.pop(name)
-        if not is_own_option(name):
+        if not _is_own(name):
             kwargs[_plain(name)] = value
     kwargs[ENABLE] = True
 
 
-def _backend(given: Mapping[str, Any], foreign: bool, environment: Mapping[str, str]) -> Backend:
+def _backend(given: Mapping[str, Any], foreign: bool) -> Backend:
     """Whose launch it is: as it says, else whose options it has, else the cluster's default."""
     named = {_plain(name): value for name, value in given.items() if value is not None}
     own = next((name for name in named if name in PARSERS), None)
@@ -201,22 +199,20 @@ def _backend(given: Mapping[str, Any], foreign: bool, environment: Mapping[str, 
         return "extension"
     if foreign or UPSTREAM_OPTIONS & named.keys():
         return "builtin"
-    return default_backend(environment)
+    return default_backend()
 
 
-def default_backend(environment: Mapping[str, str] = os.environ) -> Backend:
-    """The cluster's. Raises ConfigError."""
+def default_backend() -> Backend:
+    """The cluster's, from the environment. Raises ConfigError."""
     variable = _variable(BACKEND)
-    backend: Backend = parse_backend(variable, environment.get(variable) or "extension")
+    backend: Backend = parse_backend(variable, os.environ.get(variable) or "extension")
     return backend
 
 
-def parse_options(
-    given: Mapping[str, Any], environment: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of XavierConfig, from our options among those ``given``, and for the others from the
-    ``environment``. Raises ConfigError."""
-    _warn_of_unknown(environment)
+    environment. Raises ConfigError."""
+    _warn_of_unknown_defaults()
     ours: dict[str, Any] = {}
     for name, value in given.items():
         plain = _plain(name)
@@ -230,9 +226,9 @@ def parse_options(
         plain: PARSERS[plain](plain, value) for plain, value in ours.items() if value is not None
     }
     defaults = {
-        plain: parse(variable, environment[variable])
+        plain: parse(variable, os.environ[variable])
         for plain, parse in PARSERS.items()
-        if environment.get(variable := _variable(plain)) and plain not in options
+        if os.environ.get(variable := _variable(plain)) and plain not in options
     }
     fields = {plain.removeprefix(_PREFIX): value for plain, value in (defaults | options).items()}
     if defaults:
@@ -240,10 +236,10 @@ def parse_options(
     return fields
 
 
-def _warn_of_unknown(environment: Mapping[str, str]) -> None:
-    """Warn of misspelt defaults. xinference has variables of such names, too."""
+def _warn_of_unknown_defaults() -> None:
+    """Warn of misspelt ones. xinference has variables of such names, too."""
     known = {_variable(option) for option in (BACKEND, *PARSERS)} | UPSTREAM_VARIABLES
-    for name in environment.keys() - known:
+    for name in os.environ.keys() - known:
         if name.startswith(_variable(_PREFIX)):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             logger.warning("%s is no default of an option; did you mean %s?", name, near)
@@ -254,12 +250,7 @@ def _variable(option: str) -> str:
     return f"{_VARIABLES}{option.upper()}"
 
 
-def is_xavier_option(name: str) -> bool:
-    """Whether an argument of a launch is for a Xavier, ours or the one built into xinference."""
-    return _plain(name) == ENABLE or _plain(name).startswith(_PREFIX)
-
-
-def is_own_option(name: str) -> bool:
+def _is_own(name: str) -> bool:
     """Whether an argument of a launch is for ours only."""
     return _plain(name) in {*PARSERS, BACKEND}
 
@@ -269,7 +260,7 @@ def _plain(name: str) -> str:
 
 
 def _drop_stray_options(kwargs: MutableMapping[str, Any], switches: list[str]) -> None:
-    stray = sorted(filter(is_own_option, kwargs))
+    stray = sorted(filter(_is_own, kwargs))
     for name in [*stray, *switches]:
         del kwargs[name]
     if stray:

@@ -26,7 +26,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "change_prefix": lambda client: client.change_prefix("m", "guide", ttl=1.0),
     "complete": lambda client: client.complete("m", "text", max_tokens=1),
     "cluster": lambda client: client.cluster(),
-    "saved_launches": lambda client: client.saved_launches(),
 }
 STREAMS: dict[str, Callable[[Any], Iterable[Any]]] = {
     "status": lambda client: client.watch("m"),

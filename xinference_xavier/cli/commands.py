@@ -15,7 +15,6 @@ from xinference_xavier._version import __version__
 from xinference_xavier.cli import tables
 from xinference_xavier.cli.disks import disk
 from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
-from xinference_xavier.cli.launches import launches
 from xinference_xavier.cli.prefixes import prefix, question
 from xinference_xavier.cli.trial import trial
 from xinference_xavier.client import XavierClient
@@ -65,7 +64,6 @@ def main() -> None:
 
 main.add_command(prefix)
 main.add_command(disk)
-main.add_command(launches)
 main.add_command(trial)
 
 

@@ -204,15 +204,6 @@ class XavierClient:
         """What `doctor` examines."""
         return self._send("GET", "/v1/cluster/xavier", dict[str, Any], timeout=_LONG_TIMEOUT)
 
-    def saved_launches(self) -> list[dict[str, Any]]:
-        """xinference's launch history. Only what this account has saved is there in full."""
-        return self._send("GET", "/v1/launch_history", list)
-
-    def save_launch(self, model_name: str, model_uid: str, arguments: Mapping[str, Any]) -> None:
-        """Replace the arguments of a launch that this account has saved."""
-        launch = {"model_name": model_name, "model_uid": model_uid, "data": dict(arguments)}
-        return self._send("POST", "/v1/launch_history", lambda answer: None, launch)
-
     def events(self, model_uid: str) -> Iterator[EventRecord]:
         """Recent events, then new ones as they happen, until the model ends."""
         return self._listen(_path(model_uid, "/events"), _Following("event", EventRecord.of))
@@ -294,8 +285,6 @@ class AsyncXavierClient:
     remove_prefix = _awaited(XavierClient.remove_prefix)
     complete = _awaited(XavierClient.complete)
     cluster = _awaited(XavierClient.cluster)
-    saved_launches = _awaited(XavierClient.saved_launches)
-    save_launch = _awaited(XavierClient.save_launch)
     events = _streamed(XavierClient.events)
     watch = _streamed(XavierClient.watch)
     watch_prefix = _streamed(XavierClient.watch_prefix)
