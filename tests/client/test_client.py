@@ -1,6 +1,5 @@
-"""The clients, against a real API and real replicas."""
+"""The client, against a real API and real replicas."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from tests.harness.replicas import (
     make_key,
     wait_until,
 )
-from xinference_xavier.client import AsyncXavierClient, XavierClient
+from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import ApiError, ModelNotFoundError
 from xinference_xavier.stats.answers import EventRecord
 from xinference_xavier.stats.schema import ModelStatus
@@ -130,22 +129,11 @@ def test_events_of_a_replica_reach_the_client(pair: Pair, client: XavierClient) 
     assert (event.fields["reason"], event.fields["rows"]) == ("not held", 2)
 
 
-async def test_the_asynchronous_twin(pair: Pair) -> None:
-    number = fresh_numbers(1)[0]
-    async with AsyncXavierClient(pair.api.endpoint) as client:
-        assert [each.model_uid for each in (await client.models()).models] == [MODEL]
-        assert len((await client.status(MODEL)).replicas) == 2
-        assert (await client.explain(MODEL, str(number))).prompt_tokens == CHUNK_TOKENS
-        assert (await client.flush(MODEL)).raw["answers"]["unreachable"] == []
-        assert (await client.switch(MODEL, True)).enabled
-        assert (await client.set_routing(MODEL, "auto")).routing.mode == "auto"
-        assert (await anext(client.events(MODEL))).event == "ReplicaJoined"
-        assert (await anext(client.watch(MODEL))).model_uid == MODEL
-        assert MODEL in (await client.cluster())["models"]
-        with pytest.raises(ModelNotFoundError, match="does not share its cache here"):
-            await client.status("other")
-        with pytest.raises(ModelNotFoundError, match="does not share its cache here"):
-            await anext(client.watch("other"))
+def test_a_model_that_does_not_share_is_not_found(client: XavierClient) -> None:
+    with pytest.raises(ModelNotFoundError, match="does not share its cache here"):
+        client.status("other")
+    with pytest.raises(ModelNotFoundError, match="does not share its cache here"):
+        next(client.watch("other"))
 
 
 def test_a_listener_does_not_keep_the_server_from_stopping() -> None:
@@ -161,11 +149,9 @@ def test_a_listener_does_not_keep_the_server_from_stopping() -> None:
         api.kill()
 
 
-async def test_a_listener_that_leaves_frees_its_place(pair: Pair) -> None:
+def test_a_listener_that_leaves_frees_its_place(client: XavierClient) -> None:
     """More listeners come and go in turn than the server has places for."""
-    async with AsyncXavierClient(pair.api.endpoint) as client:
-        for _ in range(120):
-            watching = client.watch(MODEL)
-            await anext(watching)
-            await watching.aclose()  # type: ignore[attr-defined]  # it is a generator
-            await asyncio.sleep(0)
+    for _ in range(120):
+        watching = client.watch(MODEL)
+        next(watching)
+        watching.close()  # type: ignore[attr-defined]  # it is a generator

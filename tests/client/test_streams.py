@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from xinference_xavier.client import AsyncXavierClient, XavierClient
+from xinference_xavier.client import XavierClient
 from xinference_xavier.client import client as module
 from xinference_xavier.errors import ApiError
 from xinference_xavier.stats.answers import SALT_HEADER
@@ -36,9 +36,8 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setattr(module, "_PAUSE", 0.0)
     server = Server()
-    for kind in ("Client", "AsyncClient"):
-        client = partial(getattr(httpx, kind), transport=httpx.MockTransport(server))
-        monkeypatch.setattr(httpx, kind, client)
+    client = partial(httpx.Client, transport=httpx.MockTransport(server))
+    monkeypatch.setattr(httpx, "Client", client)
     return server
 
 
@@ -68,12 +67,6 @@ def test_the_same_status_again_is_a_new_one(server: Server) -> None:
     server.streams = [event(1) + STATUS + STATUS, STATUS + GONE]
     with XavierClient(ENDPOINT) as client:
         assert [each.model_uid for each in client.watch("m")] == ["m"] * 3
-
-
-async def test_the_asynchronous_twin_goes_on_too(server: Server) -> None:
-    server.streams = [event(1), event(1) + event(2) + GONE]
-    async with AsyncXavierClient(ENDPOINT) as client:
-        assert [each.time async for each in client.events("m")] == [1, 2]
 
 
 def test_a_stream_changes_no_later_request(server: Server) -> None:

@@ -1,8 +1,8 @@
 """A cluster without requests takes next to no processor time, whatever happened before."""
 
-import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -11,7 +11,7 @@ import pytest
 from examples.local_cluster import LocalCluster
 from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_for_engine
 from tests.harness import processes
-from xinference_xavier.client import AsyncXavierClient
+from xinference_xavier.client import XavierClient
 
 pytestmark = pytest.mark.long
 
@@ -22,16 +22,10 @@ WINDOW = 60.0  # seconds in which processor time is counted
 QUIET = 0.05  # of a core, for each process
 
 
-async def listen_and_leave(endpoint: str, times: int) -> None:
-    """Open and close the page repeatedly; each time, a call to the tracker is cancelled."""
-
-    async def listener(client: AsyncXavierClient) -> None:
-        for _ in range(times // AT_A_TIME):
-            async for _report in client.watch(UID):
-                break
-
-    async with AsyncXavierClient(endpoint) as client:
-        await asyncio.gather(*(listener(client) for _ in range(AT_A_TIME)))
+def listen_and_leave(endpoint: str) -> None:
+    """Open and close a stream; a call to the tracker is cancelled."""
+    with XavierClient(endpoint) as client:
+        next(client.watch(UID))
 
 
 def shares_of_a_core(running: list[psutil.Process]) -> dict[str, float]:
@@ -56,7 +50,8 @@ def test_after_cancelled_calls_lost_replicas_and_terminated_models(
         cluster.register(model_folder, "small")
         cluster.launch("small", UID, **ARGUMENTS)
         wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
-        asyncio.run(listen_and_leave(cluster.endpoint, CANCELLED))
+        with ThreadPoolExecutor(AT_A_TIME) as listeners:
+            list(listeners.map(listen_and_leave, [cluster.endpoint] * CANCELLED))
 
         processes.kill(processes.of_replica(f"{UID}-rep0").model)
         wait_for_engine(lambda: can_fetch(cluster, UID, 1), "the lost one is forgotten")

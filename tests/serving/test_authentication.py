@@ -22,7 +22,7 @@ from tests.harness.guarded_api import GuardedApi, User, bearer
 from tests.harness.replicas import CHUNK_TOKENS, MODEL
 from tests.serving.supervisors import api_context
 from xinference_xavier.cli.commands import main
-from xinference_xavier.client import AsyncXavierClient, XavierClient
+from xinference_xavier.client import XavierClient
 from xinference_xavier.errors import ApiError
 from xinference_xavier.serving.extension import XavierExtension
 
@@ -216,14 +216,12 @@ def test_the_client_with_a_token_and_with_a_key(guarded: Guarded) -> None:
         assert client.flush(MODEL).raw["answers"]["unreachable"] == []
 
 
-async def test_the_asynchronous_client(guarded: Guarded) -> None:
-    async with AsyncXavierClient(guarded.api.endpoint, guarded.key) as client:
-        assert (await client.status(MODEL)).enabled
-    async with AsyncXavierClient(guarded.api.endpoint) as client:
+def test_the_client_without_a_key(guarded: Guarded) -> None:
+    with XavierClient(guarded.api.endpoint) as client:
         with pytest.raises(ApiError, match="Could not validate credentials"):
-            await client.status(MODEL)
+            client.status(MODEL)
         with pytest.raises(ApiError, match="Could not validate credentials"):
-            await anext(client.events(MODEL))
+            next(client.events(MODEL))
 
 
 def test_the_command_line(

@@ -1,5 +1,5 @@
-"""Clients for the REST interface, for programs that watch and steer sharing."""
+"""A client of the REST interface, for programs that watch and steer sharing."""
 
-from xinference_xavier.client.client import AsyncXavierClient, XavierClient
+from xinference_xavier.client.client import XavierClient
 
-__all__ = ["AsyncXavierClient", "XavierClient"]
+__all__ = ["XavierClient"]

@@ -3,21 +3,20 @@
     client = XavierClient("http://127.0.0.1:9997")
     print(client.status("my-model").totals.hits.ratio)
 
-`AsyncXavierClient` is the same with `await`. Both raise `ApiError` for every failure, and need
-neither torch nor vLLM. A client may be used by one thread at a time.
+The client raises `ApiError` for every failure, and needs neither torch nor vLLM. It may be used by
+one thread at a time.
 """
 
-import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from httpx_sse import EventSource, ServerSentEvent, aconnect_sse, connect_sse
+from httpx_sse import EventSource, ServerSentEvent, connect_sse
 
 from xinference_xavier.errors import (
     NOT_FOUND_HEADER,
@@ -54,7 +53,6 @@ _NO_HEADERS: Mapping[str, str] = {}
 Messages = Sequence[Mapping[str, Any]]
 _NOT_FOUND = {"model": ModelNotFoundError, "prefix": UnknownPrefixError}
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
 
 class XavierClient:
@@ -240,87 +238,6 @@ class XavierClient:
                     if following.ended:
                         return
             time.sleep(_PAUSE)
-
-
-def _awaited(
-    method: Callable[Concatenate[XavierClient, _P], _T],
-) -> Callable[Concatenate["AsyncXavierClient", _P], Coroutine[Any, Any, _T]]:
-    """In `AsyncXavierClient`, `method` returns a coroutine, because `_send` does."""
-    return method  # type: ignore[return-value]
-
-
-def _streamed(
-    method: Callable[Concatenate[XavierClient, _P], Iterator[_T]],
-) -> Callable[Concatenate["AsyncXavierClient", _P], AsyncIterator[_T]]:
-    return method  # type: ignore[return-value]  # likewise, with `_listen`
-
-
-class AsyncXavierClient:
-    """`XavierClient` for an event loop; see there."""
-
-    def __init__(self, endpoint: str, api_key: str | None = None) -> None:
-        _check_endpoint(endpoint)
-        self._http = httpx.AsyncClient(base_url=endpoint, headers=_headers(api_key))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    models = _awaited(XavierClient.models)
-    status = _awaited(XavierClient.status)
-    switch = _awaited(XavierClient.switch)
-    set_routing = _awaited(XavierClient.set_routing)
-    set_weights_version = _awaited(XavierClient.set_weights_version)
-    flush = _awaited(XavierClient.flush)
-    explain = _awaited(XavierClient.explain)
-    add_prefix = _awaited(XavierClient.add_prefix)
-    prefixes = _awaited(XavierClient.prefixes)
-    prefix = _awaited(XavierClient.prefix)
-    change_prefix = _awaited(XavierClient.change_prefix)
-    remove_prefix = _awaited(XavierClient.remove_prefix)
-    complete = _awaited(XavierClient.complete)
-    cluster = _awaited(XavierClient.cluster)
-    events = _streamed(XavierClient.events)
-    watch = _streamed(XavierClient.watch)
-    watch_prefix = _streamed(XavierClient.watch_prefix)
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        read_answer: Callable[[Any], _T],
-        body: object = None,
-        timeout: float = _TIMEOUT,
-        headers: Mapping[str, str] = _NO_HEADERS,
-    ) -> _T:
-        with _failures(self._http.base_url):
-            answer = await self._http.request(
-                method, path, json=body, timeout=timeout, headers=headers
-            )
-        return _read(read_answer, _decoded(answer))
-
-    async def _listen(
-        self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
-    ) -> AsyncIterator[_T]:
-        headers = dict(headers)  # the library writes its own into them
-        while True:
-            connecting = aconnect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
-            with _failures(self._http.base_url):
-                async with connecting as source:
-                    if not _is_stream(source):
-                        await source.response.aread()
-                        _decoded(source.response)
-                    async for message in source.aiter_sse():
-                        for each in following.read(message):
-                            yield each
-                        if following.ended:
-                            return
-            await asyncio.sleep(_PAUSE)
 
 
 class _Following(Generic[_T]):
