@@ -2,11 +2,10 @@
 tenant."""
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from fastapi import Depends, HTTPException, Request, Security
-from fastapi.security import OAuth2PasswordBearer, SecurityScopes
+from fastapi import HTTPException, Request, Security
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
@@ -21,7 +20,6 @@ MODEL = "/v1/xavier/{model_uid}"
 READ_SCOPE = "models:list"
 ASK_SCOPE = "models:read"
 WRITE_SCOPE = "models:write"
-_BEARER = OAuth2PasswordBearer(tokenUrl="token", auto_error=False)
 _T = TypeVar("_T")
 Access = Callable[[Request, str], None]
 """Raises HTTPException unless the request may ask the model of that uid."""
@@ -52,7 +50,7 @@ def add_route(
 ) -> None:
     """`context` is xinference's APIExtensionContext. `answer` (a class, or `EVENTS`) and `body` are
     for the documentation: endpoints read a body themselves, because a refusal names the remedy."""
-    guard = [_guard(context.auth_service, scope)] if context.auth_enabled else []
+    guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
     responses: dict[int | str, dict[str, Any]] = {
         code: {"model": Refusal, "description": text} for code, text in _REFUSALS.items()
     }
@@ -74,21 +72,6 @@ def add_route(
         status_code=status,
         tags=["xavier"],
     )
-
-
-def _guard(auth_service: Any, scope: str) -> Any:
-    """A dependency that lets those in who have the right. xinference refuses a changing scope to
-    every API key, so a key that may change the model is asked for what all keys have."""
-    if scope != WRITE_SCOPE:
-        return Security(auth_service, scopes=[scope])
-
-    async def admit(
-        request: Request, model_uid: str, token: Annotated[str | None, Depends(_BEARER)]
-    ) -> None:
-        key = token is not None and seam.key_may_change(auth_service, token, model_uid)
-        await auth_service(request, SecurityScopes([READ_SCOPE if key else scope]), token)
-
-    return Depends(admit)
 
 
 def model_access(context: Any) -> Access:

@@ -79,20 +79,10 @@ USED: dict[str, tuple[str, ...]] = {
     "xinference.api.protocols.anthropic:CanonicalChatRequest": ("to_openai_body",),
     "xinference.api.protocols.openai_responses:ResponsesRequest": ("chat_body",),
     "xinference.api.oauth2.advanced.auth_service:AdvancedAuthService": (
-        "__call__(request, security_scopes, token)",
         "validate_model_access(token, model_uid, model_type)",
-        "validate_api_key(key)",
-        "db",
     ),
-    "xinference.api.oauth2.advanced.database:Database": ("get_user_by_id(user_id)",),
     "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
         "has_model_access(model_uid, model_type)",
-        "model_permissions",
-        "user_id",
-    ),
-    "xinference.api.oauth2.advanced.cache:ModelPermission": (
-        "permission_type",
-        "permission_value",
     ),
     "xinference.deploy.api_worker:HostedServer": ("draining",),
     "xoscar.api:IteratorWrapper": ("destroy", "_gc_destroy"),
@@ -363,24 +353,6 @@ def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:
         return bool(key.has_model_access(model_uid, "LLM"))
     token = request.headers.get("authorization", "").partition(" ")[2].strip()
     return bool(auth_service.validate_model_access(token, model_uid, "LLM"))
-
-
-CHANGES = ("xavier", "write")
-"""Type and value of a permission of ours among a key's `model_permissions`. xinference keeps those
-that it does not know, and none of its own routes opens to them."""
-
-
-def key_may_change(auth_service: Any, token: str, model_uid: str) -> bool:
-    """Whether this is an API key for the model with that permission, whose owner may change models.
-
-    The owner counts because accounts make keys for themselves, with any permissions.
-    """
-    key = auth_service.validate_api_key(token)
-    if key is None or not key.has_model_access(model_uid, "LLM"):
-        return False
-    given = {(each.permission_type, each.permission_value) for each in key.model_permissions}
-    owner = auth_service.db.get_user_by_id(key.user_id) if CHANGES in given else None
-    return owner is not None and not {"admin", "models:write"}.isdisjoint(owner["permissions"])
 
 
 def supplied_salt(request: Any) -> Any:
