@@ -297,8 +297,6 @@ def test_several_models(page: Any, stage: Stage) -> None:
         ),
         (model(replica(0) | {"stats": {}}, replica(1) | {"stats": {}}), "No prompts yet."),
         (two() | {"tracker": tracker(dropped=1234)}, "no room to list 1,234 chunks"),
-        (two(hooks={"failed": 1, "dropped": 2}), "xavier_hooks missed 3 events"),
-        (two() | {"tracker": tracker(hooks={"failed": 0, "dropped": 4})}, "missed 4 events"),
         (
             two(comparison={"differing": 1, "peer": A, "layer": "layers.3", "amount": 0.5}),
             "m-1 and m-0 compute different rows (layers.3, by 50%)",

@@ -3,7 +3,7 @@
 import { fill } from "../languages.js";
 import { at, draw, group, h } from "./dom.js";
 import { explainView } from "./explain.js";
-import { clock, count, nameOf, percent, sharedOf, sum } from "./numbers.js";
+import { clock, count, nameOf, percent, sharedOf } from "./numbers.js";
 import { prefixesView } from "./prefixes.js";
 import { routingView } from "./routing.js";
 import { language, theme } from "./settings.js";
@@ -231,9 +231,6 @@ function hintOf(report) {
     }
   }
   if (tracker.dropped > 0) return fill(text.trackerFull, { chunks: count(tracker.dropped) });
-  const hooks = [tracker.hooks, ...replicas.map((replica) => replica.hooks)];
-  const lost = sum(hooks.map(({ failed, dropped }) => failed + dropped));
-  if (lost > 0) return fill(text.eventsLost, { events: count(lost) });
   return hits.computed > 0 && sharedOf(hits) === 0 ? text.quiet : null;
 }
 

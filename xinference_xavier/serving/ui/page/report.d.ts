@@ -26,11 +26,6 @@ interface Sample extends Partial<Counters> {
   time: number;
 }
 
-interface Hooks {
-  failed: number;
-  dropped: number;
-}
-
 interface Pool {
   rows: number;
   ready: number;
@@ -75,7 +70,6 @@ interface Replica extends Counters {
   pool: Pool;
   disk: Disk;
   comparison: Comparison;
-  hooks: Hooks;
   transport: string | null;
 }
 
@@ -123,7 +117,7 @@ interface Report {
   enabled: boolean;
   replicas: Replica[];
   totals: Counters;
-  tracker: { dropped: number; hooks: Hooks };
+  tracker: { dropped: number };
   routing?: RoutingReport;
   prefixes?: Prefix[];
   prefix_states?: ByName<number>;
