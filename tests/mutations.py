@@ -453,7 +453,7 @@ MUTATIONS = (
         "tracker/log.py",
         "if self._lost.pop(name, None) is not None:",
         "if self._lost.pop(incarnation, None) is not None:",
-        "hooks never hear that a lost replica has recovered",
+        "no event says that a lost replica has recovered",
         ("tests/tracker/test_log.py",),
     ),
     Mutation(

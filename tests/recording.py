@@ -1,4 +1,4 @@
-"""An operator's hook that writes its events to a file, in whichever process it runs."""
+"""An operator's hook that writes its events to a file."""
 
 import json
 import os

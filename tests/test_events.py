@@ -1,9 +1,12 @@
 """An event is the same in the process where it happens and in the one that receives it. The
 operator's function gets the events, and cannot harm anything else."""
 
+import asyncio
 import json
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,21 @@ import pytest
 
 from tests.harness.replicas import TrackerProcess, replicas, stored, wait_until
 from tests.recording import FILE, RECORD
-from xinference_xavier import events as module
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.events import (
     Event,
-    Hooks,
+    Hook,
     TrackerLost,
-    TrackerRegained,
-    check_event,
     event_dict,
-    hooks_of,
     load_hook,
+    read_event,
 )
+from xinference_xavier.runtime.aio import within
+from xinference_xavier.tracker import log as module
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.log import EventLog, call_hook
+
+DEADLINE = 60.0  # of the tests' own waits
 
 
 def made(kind: type[Event]) -> Event:
@@ -35,60 +41,93 @@ def made(kind: type[Event]) -> Event:
 def test_every_event_travels_as_json(kind: type[Event]) -> None:
     event = made(kind)
     received = json.loads(json.dumps(event_dict(event)))
-    check_event(received)
-    assert received.pop("event") == kind.__name__
-    assert kind(**received) == event
+    assert received["event"] == kind.__name__
+    assert read_event(received) == event
 
 
 def event(number: int = 0) -> Event:
     return TrackerLost(model_uid="m", incarnation=str(number), reason="gone")
 
 
-def test_events_come_in_order_and_on_another_thread() -> None:
-    calls: list[tuple[Event, int]] = []
-    hooks = Hooks(lambda each: calls.append((each, threading.get_ident())))
+@asynccontextmanager
+async def calling(hook: Hook) -> AsyncIterator[EventLog]:
+    """A log whose events `hook` gets."""
+    log = EventLog()
+    task = asyncio.create_task(call_hook(hook, log))
+    yield log
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def recorder() -> tuple[queue.SimpleQueue[Event], Callable[[], Awaitable[Event]]]:
+    """A queue for a hook's events, and how to wait for the next one."""
+    told = queue.SimpleQueue[Event]()
+    return told, lambda: within(DEADLINE, asyncio.to_thread(told.get, timeout=DEADLINE))
+
+
+async def test_events_come_in_order_and_on_another_thread() -> None:
+    told, following = recorder()
+    threads = set[int]()
+
+    def hook(each: Event) -> None:
+        threads.add(threading.get_ident())
+        told.put(each)
+
     events = [event(number) for number in range(100)]
-    for each in events:
-        hooks.notify(each)
-    wait_until(lambda: len(calls) == 100, "the hook got all events")
-    assert [each for each, _ in calls] == events
-    assert {thread for _, thread in calls} != {threading.get_ident()}
+    async with calling(hook) as log:
+        for each in events:
+            log.add(each)
+        assert [await following() for _ in events] == events
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
-def test_without_a_hook_there_is_no_thread() -> None:
-    before = threading.active_count()
-    Hooks().notify(event())
-    assert threading.active_count() == before
+async def test_the_events_of_replicas_come_as_they_were_made() -> None:
+    told, following = recorder()
+    reported = event()
+    async with calling(told.put) as log:
+        log.add_reported((event_dict(reported),))
+        assert await following() == reported
 
 
-def test_a_hook_that_raises_still_gets_the_next_event(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_hook_that_raises_still_gets_the_next_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told, following = recorder()
+    errors = iter([RuntimeError("the pager is broken"), SystemExit(1)])
+
     def fail(each: Event) -> None:
-        raise RuntimeError("the pager is broken")
+        told.put(each)
+        for error in errors:
+            raise error
 
-    hooks = Hooks(fail)
-    for number in range(3):
-        hooks.notify(event(number))
-    wait_until(lambda: hooks.failed == 3, "the hook got all events")
-    assert caplog.text.count("xavier_hooks failed") == 1, "logged once"
+    async with calling(fail) as log:
+        for each in (event(1), event(2), event(3)):
+            log.add(each)
+            assert await following() == each
+    assert caplog.text.count("xavier_hooks failed: event=TrackerLost(") == 2
+    assert "RuntimeError: the pager is broken" in caplog.text, "with the traceback"
 
 
-def test_a_hook_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 10)
-    release, called, ended = threading.Event(), threading.Event(), list[Event]()
+async def test_a_hook_that_hangs_misses_what_leaves_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_EVENTS", 10)
+    told, following = recorder()
+    release = threading.Event()
 
     def hang(each: Event) -> None:
-        called.set()
+        told.put(each)
         release.wait()
-        ended.append(each)
 
-    hooks = Hooks(hang)
-    hooks.notify(event())
-    called.wait()
-    for number in range(50):
-        hooks.notify(event(number))
-    assert hooks.dropped == 40
-    release.set()
-    wait_until(lambda: len(ended) == 11, "the hook got the waiting events")
+    events = [event(number) for number in range(50)]
+    async with calling(hang) as log:
+        log.add(events[0])
+        assert await following() == events[0]
+        for each in events[1:]:
+            log.add(each)
+        release.set()
+        assert [await following() for _ in range(10)] == events[-10:]
 
 
 @pytest.mark.parametrize(
@@ -99,16 +138,19 @@ def test_a_hook_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         ("json:__doc__", "is not a function; name one as module:function"),
     ],
 )
-def test_an_invalid_hook_is_refused(path: str, reason: str) -> None:
+def test_an_invalid_hook_is_refused(
+    path: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_hook(path)
     assert f"xavier_hooks='{path}' {reason}" in str(refusal.value)
-    hooks_of(path).notify(event())  # a replica goes on without it
+    BlockTracker("m", hooks=path)  # in a new supervisor without that module
+    assert f"xavier_hooks='{path}' {reason}" in caplog.text
 
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which processes that start from now on record events."""
+    """The file in which a tracker that starts from now on records events."""
     file = tmp_path / "events"
     file.touch()
     monkeypatch.setenv(FILE, str(file))
@@ -130,7 +172,7 @@ def events(file: Path, **fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.process
 def test_the_hook_gets_the_events_of_replicas(recorded: Path, own_tracker: TrackerProcess) -> None:
     transports = {"consumer": "gloo", "donor": "gloo"}
-    with replicas(own_tracker.address, transports, hooks=RECORD) as (consumer, donor):
+    with replicas(own_tracker.address, transports) as (consumer, donor):
         for name in transports:
             assert len(events(recorded, event="ReplicaJoined", incarnation=name)) == 1
 
@@ -145,10 +187,5 @@ def test_the_hook_gets_the_events_of_replicas(recorded: Path, own_tracker: Track
         donor.kill()
         wait_until(lambda: bool(events(recorded, event="ReplicaLost")), "recorded")
         assert events(recorded, event="ReplicaLost")[0]["incarnation"] == "donor"
-        with replicas(own_tracker.address, {"donor": "gloo"}, hooks=RECORD):
+        with replicas(own_tracker.address, {"donor": "gloo"}):
             wait_until(lambda: bool(events(recorded, event="ReplicaRecovered")), "recorded")
-
-        own_tracker.kill()
-        lost = {"event": TrackerLost.__name__, "incarnation": "consumer"}
-        wait_until(lambda: bool(events(recorded, **lost)), "recorded")
-        assert not events(recorded, event=TrackerRegained.__name__)

@@ -1,23 +1,17 @@
-"""The events of a model's sharing, and the operator's function that is called with them.
+"""The events of a model's sharing, and the operator's function that the tracker calls with them
+(option `xavier_hooks`).
 
 Between processes, an event is a JSON object: `event` is the name of the class, the other keys are
 its fields.
-
-`Hooks` calls the function (option `xavier_hooks`) on a thread of its own, one event after the
-other, in the process where the event happens. If the function raises, the first error is logged and
-further ones are counted. If it hangs, `MAX_WAITING` events wait, and later ones are dropped and
-counted.
 """
 
-import logging
-import math
 import pkgutil
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.runtime.validate import check_json_size
@@ -29,13 +23,6 @@ class Event:
 
     model_uid: str
     time: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchRolledBack(Event):
-    """A launch failed and was undone. `reason` is its error."""
-
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +106,8 @@ class AuditFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerLost(Event):
+    """A replica lost the tracker. The event reaches the next one."""
+
     incarnation: str
     reason: str
 
@@ -150,6 +139,7 @@ class CacheFlushed(Event):
 
 
 MAX_EVENT_BYTES = 4096  # as JSON
+_KINDS = {kind.__name__: TypeAdapter(kind) for kind in Event.__subclasses__()}
 
 
 def event_dict(event: Event) -> dict[str, Any]:
@@ -157,65 +147,20 @@ def event_dict(event: Event) -> dict[str, Any]:
     return {"event": type(event).__name__, **asdict(event)}
 
 
-def check_event(event: object) -> None:
-    """Check an event in JSON form. Raises ValueError."""
-    if not isinstance(event, Mapping):
-        raise ValueError(f"event={shown(event)} is not a dictionary")
-    kind, when = event.get("event"), event.get("time")
-    if not isinstance(kind, str) or kind not in {
-        known.__name__ for known in Event.__subclasses__()
-    }:
+def read_event(plain: object) -> Event:
+    """An event from its JSON form. Raises ValueError."""
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"event={shown(plain)} is not a dictionary")
+    fields = dict(plain)
+    kind = fields.pop("event", None)
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"event={shown(kind)} is not a known event")
-    if not isinstance(when, float) or not abs(when) < math.inf:
-        raise ValueError(f"time={shown(when)} is not a number of seconds")
-    check_json_size(f"event={kind}", event, MAX_EVENT_BYTES)
+    check_json_size(f"event={kind}", fields, MAX_EVENT_BYTES)
+    event: Event = _KINDS[kind].validate_python(fields)
+    return event
 
-
-logger = logging.getLogger(__name__)
-
-MAX_WAITING = 1000
-OPTION = "xavier_hooks"
 
 Hook = Callable[[Event], object]
-
-
-class Hooks:
-    """`failed` counts the events at which `hook` raised, `dropped` those it was too slow for."""
-
-    def __init__(self, hook: Hook | None = None) -> None:
-        self._hook = hook
-        self._waiting: queue.Queue[Event] = queue.Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
-        self.failed = 0
-        self.dropped = 0
-
-    def notify(self, event: Event) -> None:
-        if self._hook is None:
-            return
-        try:
-            self._waiting.put_nowait(event)
-        except queue.Full:
-            self.dropped += 1
-            if self.dropped == 1:
-                logger.error(  # noqa: TRY400  # the queue is full: a traceback would not help
-                    "%s is too slow; events are dropped and counted from now on", OPTION
-                )
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._notify_all, args=(self._hook,), name="xavier-hooks", daemon=True
-            )
-            self._thread.start()
-
-    def _notify_all(self, hook: Hook) -> None:
-        while True:
-            event = self._waiting.get()
-            try:
-                hook(event)
-            except Exception:
-                self.failed += 1
-                if self.failed == 1:
-                    logger.exception("%s failed, further failures are only counted", OPTION)
 
 
 def load_hook(path: str) -> Hook:
@@ -224,21 +169,12 @@ def load_hook(path: str) -> Hook:
         hook = pkgutil.resolve_name(path)
     except Exception as error:  # importing a module may raise anything
         raise ConfigError(
-            OPTION,
+            "xavier_hooks",
             path,
             f"cannot be imported ({type(error).__name__}: {error})",
-            "name a function of a module that is installed on the supervisor and every worker",
+            "name a function of a module that is installed where the tracker runs",
         ) from None
     if not callable(hook):
-        raise ConfigError(OPTION, path, "is not a function", "name one as module:function")
+        raise ConfigError("xavier_hooks", path, "is not a function", "name one as module:function")
     function: Hook = hook
     return function
-
-
-def hooks_of(path: str | None) -> Hooks:
-    """Like `Hooks(load_hook(path))`, but log an import error and go on without hooks."""
-    try:
-        return Hooks(None if path is None else load_hook(path))
-    except ConfigError as error:
-        logger.error("%s", error)  # noqa: TRY400  # the text is complete
-        return Hooks()

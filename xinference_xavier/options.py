@@ -283,8 +283,10 @@ ONLY_UNDER_XINFERENCE = (
     "xavier_pin_fraction",
     "xavier_warm_join",
     "xavier_drain",
+    "xavier_hooks",
 )
-"""Without it, nobody routes requests, names prefixes, or starts and removes replicas."""
+"""Without it, nobody routes requests, names prefixes, or starts and removes replicas. Hooks are an
+option of the tracker's command."""
 
 
 def parse_bool(option: str, value: object) -> bool:

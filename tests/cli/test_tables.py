@@ -111,16 +111,8 @@ def test_before_the_first_request_there_is_no_share() -> None:
         (model(replica("a"), replica("b"), seconds_saved=12.34), "saved about 12.3 s"),
         (model(replica("a"), replica("b"), enabled=False), "sharing off"),
         (model(replica("a"), replica("b"), tracker={"dropped": 1234}), "no room to list 1,234"),
-        (
-            model(
-                replica("a", hooks={"failed": 1}),
-                replica("b", hooks={"dropped": 2}),
-                tracker={"hooks": {"failed": 3}},
-            ),
-            "xavier_hooks failed or was too slow for 6 events",
-        ),
     ],
-    ids=["none", "one", "apart", "saved", "off", "full", "hooks"],
+    ids=["none", "one", "apart", "saved", "off", "full"],
 )
 def test_remarks_below_the_figures(status: ModelStatus, remark: str) -> None:
     assert remark in shown(model_table(status))

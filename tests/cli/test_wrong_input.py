@@ -57,7 +57,7 @@ def refused(*words: str) -> str:
         *(
             (
                 [*CONFIG, HERE, *POOL, f"--{name}", "1"],
-                f"{name}='1' does nothing without xinference",
+                f"{name}='1' does nothing in a server without xinference",
             )
             for name in ONLY_UNDER_XINFERENCE
         ),

@@ -94,18 +94,6 @@ def test_nothing_in_healthy_replicas() -> None:
             True,
         ),
         (
-            {"hooks": {"failed": 1, "dropped": 2}},
-            "replica m-0",
-            "xavier_hooks raised at 1 events and was too slow for 2",
-            False,
-        ),
-        (
-            {"tracker": {"hooks": {"failed": 3}}},
-            "tracker of m",
-            "xavier_hooks raised at 3 events and was too slow for 0",
-            False,
-        ),
-        (
             {"tracker": {"dropped": 9}},
             "model m",
             "its tracker has no room to list 9 chunks for peers to fetch",

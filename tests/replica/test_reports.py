@@ -33,7 +33,6 @@ from xinference_xavier.stats.schema import (
     FetchStats,
     GrantStats,
     Hits,
-    HookStats,
     MirrorStats,
     PoolStats,
     ReplicaFetches,
@@ -142,7 +141,6 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
         _client=SimpleNamespace(
             counts=ClientCounts(failures=1, stats_failures=2, claim_failures=3, reconnects=4)
         ),
-        _events=SimpleNamespace(hooks=SimpleNamespace(failed=13, dropped=14)),
         _not_sharing=lambda: "no peers",
         _background=SimpleNamespace(refused=15),
     )
@@ -170,7 +168,6 @@ def test_every_count_is_reported() -> None:
         comparison=ComparisonStats(16, 17, 18, 19),
         warm_join=WarmJoinStats(20, 1.5, 21),
         disk=DISK,
-        hooks=HookStats(13, 14),
         not_sharing="no peers",
         refused_posts=15,
         transfer_pid=11,

@@ -56,7 +56,6 @@ def stats(**changes: Any) -> dict[str, Any]:
         "grants": {"live": 1, "refused": 9},
         "mirror": {"keys": 40, "dropped": 22},
         "warm_join": {"chunks": 27, "seconds": 3.5, "failures": 28},
-        "hooks": {"failed": 23, "dropped": 24},
         "refused_posts": 25,
         "scheduler_errors": 29,
         "transfer_restarts": 1,
@@ -130,8 +129,6 @@ def test_each_figure_has_its_metric() -> None:
         assert value(found, "fetch_decisions_total", way=way) == count
     for outcome, count in (("arrived", 9), ("given_up", 6)):
         assert value(found, "waits_total", outcome=outcome) == count
-    for reason, count in (("failed", 23), ("dropped", 24)):
-        assert value(found, "lost_hook_events_total", reason=reason) == count
 
 
 def test_a_pools_states_add_up_to_its_size() -> None:
@@ -203,11 +200,9 @@ def test_figures_of_the_model() -> None:
 
 
 def test_chunks_and_calls_that_a_tracker_had_no_room_for() -> None:
-    found = scraped([], dropped=3, refused=4, hooks={"failed": 5, "dropped": 6})
+    found = scraped([], dropped=3, refused=4)
     assert value(found, "tracker_dropped_chunks_total", model_uid="m") == 3
     assert value(found, "tracker_refused_total", model_uid="m") == 4
-    for reason, count in (("failed", 5), ("dropped", 6)):
-        assert value(found, "tracker_lost_hook_events_total", model_uid="m", reason=reason) == count
 
 
 def scraped_with(**part: Any) -> Samples:

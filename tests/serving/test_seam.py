@@ -147,7 +147,7 @@ def test_the_log_says_what_is_missing(
 
 def test_a_supervisor_keeps_its_methods(off: None) -> None:
     supervisor = supervisor_class()
-    for name in ("cancel_launch_builtin_model", "terminate_model", "get_model"):
+    for name in ("cancel_launch_builtin_model", "terminate_model_replica", "get_model"):
         assert not hasattr(getattr(supervisor, name), "__wrapped__")
 
 

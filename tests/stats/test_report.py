@@ -1,7 +1,6 @@
 """Dataclasses are read from anything that a peer sends, and added up; a tracker's status becomes a
 report, and the sums of the replicas' counts, sampled over an hour, its history."""
 
-import asyncio
 import itertools
 import math
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,6 @@ from xinference_xavier.stats.report import (
 from xinference_xavier.stats.schema import FirstTokens, Hits
 from xinference_xavier.tracker.actor import BlockTracker
 
-RAISES = "json:loads"
 """This hook raises at every event, because none is JSON text."""
 
 
@@ -97,23 +95,15 @@ def test_sums_of_histograms() -> None:
 # -- reports ----------------------------------------------------------------------------------
 
 
-async def test_what_a_tracker_drops_and_loses_is_reported(pool: Any) -> None:
+async def test_what_a_tracker_drops_is_reported(pool: Any) -> None:
     tracker = await xo.create_actor(
-        BlockTracker, "m", max_keys=1, hooks=RAISES, address=pool.external_address, uid="t"
+        BlockTracker, "m", max_keys=1, address=pool.external_address, uid="t"
     )
     await tracker.join("ns", Member("a", "127.0.0.1:1"), 2, Settings())
     await tracker.replace("ns", "a", 1, b"k1k2k3")
 
     reported = report(await tracker.status())
-    async with asyncio.timeout(30):
-        while not reported["tracker"]["hooks"]["failed"]:
-            reported = report(await tracker.status())
-    assert reported["tracker"] == {
-        "dropped": 2,
-        "refused": 0,
-        "watches": 0,
-        "hooks": {"failed": 1, "dropped": 0},
-    }
+    assert reported["tracker"] == {"dropped": 2, "refused": 0, "watches": 0}
     (replica,) = reported["replicas"]
     assert (replica["holdings"], reported["totals"]["holdings"]) == (1, 1)
 

@@ -30,7 +30,6 @@ from xinference_xavier.stats.schema import (
     GrantStats,
     Histogram,
     Hits,
-    HookStats,
     KnownLoad,
     MirrorStats,
     ModelStatus,
@@ -98,7 +97,7 @@ def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
     "kind",
     [
         *(ModelStatus, ReplicaStatus, Totals, Hits, ReplicaFetches, FetchStats, Decisions),
-        *(WaitCounts, PoolStats, GrantStats, MirrorStats, ComparisonStats, HookStats),
+        *(WaitCounts, PoolStats, GrantStats, MirrorStats, ComparisonStats),
         *(WarmJoinStats, TrackerStats, RoutingStats, KnownLoad, FirstTokens, FirstBytes),
     ],
 )

@@ -12,8 +12,8 @@ from xinference_xavier.events import (
     ReplicaJoined,
     ReplicaLost,
     ReplicaRecovered,
-    check_event,
     event_dict,
+    read_event,
 )
 from xinference_xavier.protocol.tracker import Member, Settings
 from xinference_xavier.tracker import log as module
@@ -74,11 +74,14 @@ def test_the_remembered_replicas_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert membership.joined("", Member("2", "host:1")) is None
 
 
-def event(rows: int = 1, **fields: Any) -> dict[str, Any]:
-    fetch = FetchRolledBack(
+def event(rows: int = 1) -> Event:
+    return FetchRolledBack(
         model_uid="m", incarnation="a", donor="b", reason="timeout", rows=rows, committed=0
     )
-    return event_dict(fetch) | fields
+
+
+def plain(rows: int = 1, **fields: Any) -> dict[str, Any]:
+    return event_dict(event(rows)) | fields
 
 
 def rows_of(log: EventLog, after: int = 0) -> list[int]:
@@ -124,28 +127,29 @@ async def test_a_waiting_reader_gets_an_event_at_once() -> None:
     ("wrong", "message"),
     [
         ([], "is not a dictionary"),
-        (event(event="Hook"), "is not a known event"),
-        (event(event="os"), "is not a known event"),
-        (event(event=1), "is not a known event"),
-        (event(time="now"), "is not a number of seconds"),
-        (event(time=float("nan")), "is not a number of seconds"),
-        (event(reason=b"bytes"), "cannot be written as JSON"),
-        (event(reason=float("inf")), "cannot be written as JSON"),
-        (event(reason="x" * 5000), "more than 4096"),
+        (plain(event="Hook"), "is not a known event"),
+        (plain(event="os"), "is not a known event"),
+        (plain(event=1), "is not a known event"),
+        (plain(time="now"), "should be a valid number"),
+        (plain(time=float("nan")), "cannot be written as JSON"),
+        (plain(rows="many"), "should be a valid integer"),
+        (plain(reason=b"bytes"), "cannot be written as JSON"),
+        (plain(reason=float("inf")), "cannot be written as JSON"),
+        (plain(reason="x" * 5000), "more than 4096"),
     ],
 )
 def test_malformed_events_are_refused(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_event(wrong)
+        read_event(wrong)
 
 
 async def test_a_replica_with_malformed_events_stays_a_member() -> None:
     tracker = BlockTracker("m")
     await tracker.join(NS, Member("a", "host:1"), 36, Settings(), "m-0")
-    bad: Any = (event(time="now"), event(7))
+    bad: Any = (plain(time="now"), plain(7))
     assert await tracker.heartbeat(NS, "a", {}, bad)
     assert await tracker.heartbeat(NS, "a", {}, [1])  # type: ignore[arg-type]
-    assert await tracker.heartbeat(NS, "a", {}, (event(1),) * 101)
+    assert await tracker.heartbeat(NS, "a", {}, (plain(1),) * 101)
     names = [record.event["event"] for record in await tracker.wait_events(0, 0.0)]
     assert names == ["ReplicaJoined", "FetchRolledBack"]
     assert (await tracker.status())["refused"] == 3

@@ -233,8 +233,8 @@ def routing(client: XavierClient, model: str, mode: str | None) -> None:
 def doctor(client: XavierClient, as_json: bool) -> None:
     """Find out why replicas do not share, or might not soon, and print the remedy.
 
-    Examines versions, the extension, addresses, ports, links between replicas, namespaces, pools,
-    hooks and the tracker, in every process of the cluster.
+    Examines versions, the extension, addresses, ports, links between replicas, namespaces, pools
+    and the tracker, in every process of the cluster.
     """
     cluster = client.cluster()
     findings = diagnose(cluster)

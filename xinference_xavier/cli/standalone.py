@@ -42,7 +42,9 @@ def transfer_config(
     that `name`. `options` are those of a launch. Raises ConfigError."""
     for option in ONLY_UNDER_XINFERENCE:
         if (value := options.get(option)) is not None:
-            raise ConfigError(option, value, "does nothing without xinference", "leave it out")
+            raise ConfigError(
+                option, value, "does nothing in a server without xinference", "leave it out"
+            )
     fields = parse_options(options)
     if name is not None and not _NAME.fullmatch(name):
         raise ConfigError(

@@ -158,9 +158,6 @@ def _remarks(model: ModelStatus) -> list[str]:
         )
     if model.tracker.dropped:
         remarks.append(f"The tracker has no room to list {model.tracker.dropped:,} chunks.")
-    lost = model.tracker.hooks.lost + sum(replica.hooks.lost for replica in model.replicas)
-    if lost:
-        remarks.append(f"xavier_hooks failed or was too slow for {lost:,} events.")
     return remarks
 
 

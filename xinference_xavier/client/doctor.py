@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_loopback, split_address
 from xinference_xavier.stats.report import read
-from xinference_xavier.stats.schema import HookStats, ModelStatus, ReplicaStatus
+from xinference_xavier.stats.schema import ModelStatus, ReplicaStatus
 
 _EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
 _COMMON = ("xinference-xavier", "xinference", "xoscar")
@@ -163,10 +163,8 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
     yield from _namespaces(model_uid, replicas)
     yield from _addresses(replicas)
     yield from _tracker_is_full(status)
-    yield from _hooks(f"tracker of {model_uid}", status.tracker.hooks)
     names = {replica.incarnation: replica.replica for replica in status.replicas}
     for replica in replicas:
-        yield from _hooks(replica.where, replica.status.hooks)
         yield from _untested(replica)
         yield from _pool(replica)
         yield from _disk(replica)
@@ -256,16 +254,6 @@ def _tracker_is_full(status: ModelStatus) -> Iterator[Finding]:
             f"model {status.model_uid}",
             f"its tracker has no room to list {status.tracker.dropped} chunks for peers to fetch",
             "launch with a larger --xavier_chunk_tokens, or a smaller --xavier_pool_bytes",
-            grave=False,
-        )
-
-
-def _hooks(where: str, hooks: HookStats) -> Iterator[Finding]:
-    if hooks.lost:
-        yield Finding(
-            where,
-            f"xavier_hooks raised at {hooks.failed} events and was too slow for {hooks.dropped}",
-            "look for the first error in the log there, and make the function return quickly",
             grave=False,
         )
 

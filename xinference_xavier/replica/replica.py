@@ -454,7 +454,7 @@ class Replica:
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
         row_bytes, counts, process = self._region.row_bytes, self._fetcher.counts, self._process
-        received, hooks = counts.received.most_common(_MAX_DONORS), self._events.hooks
+        received = counts.received.most_common(_MAX_DONORS)
         return asdict(
             schema.ReplicaStats(
                 **self._engine.stats(),
@@ -471,7 +471,6 @@ class Replica:
                 comparison=self.canary.stats,
                 warm_join=self.warm_join.stats,
                 disk=schema.DiskStats() if self._disk is None else self._disk.report(),
-                hooks=schema.HookStats(failed=hooks.failed, dropped=hooks.dropped),
                 not_sharing=self._not_sharing(),
                 refused_posts=self._background.refused,
                 transfer_pid=process.pid,

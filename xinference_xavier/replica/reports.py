@@ -27,7 +27,6 @@ from xinference_xavier.events import (
     TrackerLost,
     TrackerRegained,
     event_dict,
-    hooks_of,
 )
 from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, RequestReport
@@ -203,7 +202,6 @@ class EventReporter:
         self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
         self._model_uid = config.model_uid
         self._incarnation = incarnation
-        self.hooks = hooks_of(config.hooks)
         self._tracker_lost = False
 
     def tracker_session(self, error: Exception | None) -> None:
@@ -215,15 +213,15 @@ class EventReporter:
         uid, incarnation = self._model_uid, self._incarnation
         if error is None:
             logger.info("tracker joined again: model=%s incarnation=%s", uid, incarnation)
-            self._notify(TrackerRegained(model_uid=uid, incarnation=incarnation))
+            self._add(TrackerRegained(model_uid=uid, incarnation=incarnation))
         else:
             logger.warning(
                 "tracker lost, retrying: model=%s incarnation=%s error=%r", uid, incarnation, error
             )
-            self._notify(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
+            self._add(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
 
     def rolled_back(self, fetch: Fetch, reason: str) -> None:
-        self._notify(
+        self._add(
             FetchRolledBack(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
@@ -242,7 +240,7 @@ class EventReporter:
             peer,
             *difference,
         )
-        self._notify(
+        self._add(
             ReplicasDiffer(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
@@ -259,7 +257,7 @@ class EventReporter:
             donor,
             *difference,
         )
-        self._notify(
+        self._add(
             AuditFailed(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
@@ -269,8 +267,7 @@ class EventReporter:
             )
         )
 
-    def _notify(self, event: Event) -> None:
-        self.hooks.notify(event)
+    def _add(self, event: Event) -> None:
         self.pending.append(event_dict(event))
 
 

@@ -20,7 +20,6 @@ from xinference_xavier.serving.launch import Method
 from xinference_xavier.serving.launch.drain import draining_removal
 from xinference_xavier.serving.launch.supervisor import (
     finding_replicas,
-    notifying_terminate,
     refusing_launch,
     sharing_launch,
     thorough_cancel,
@@ -102,7 +101,6 @@ def wrap_supervisor(supervisor: type[Any]) -> None:
         _refuse_launches(supervisor, refusing_launch)
         return
     _wrap_once(supervisor, "_launch_builtin_model", sharing_launch)
-    _wrap_once(supervisor, "terminate_model", notifying_terminate)
     _wrap_once(supervisor, "cancel_launch_builtin_model", thorough_cancel)
     _wrap_once(supervisor, "terminate_model_replica", draining_removal)
     _wrap_once(supervisor, "get_model", finding_replicas)

@@ -24,7 +24,6 @@ USED: dict[str, tuple[str, ...]] = {
         "_launch_builtin_model(model_uid, model_name, model_engine, model_type, replica, n_worker, "
         "request_limits, worker_ip, replica_config, kwargs)",
         "cancel_launch_builtin_model(model_uid)",
-        "terminate_model(model_uid)",
         "terminate_model_replica(model_uid, replica_id)",
         "get_model(model_uid)",
         "is_local_deployment",

@@ -284,19 +284,6 @@ class ComparisonStats:
     amount: float | None = None
 
 
-@dataclass
-class HookStats:
-    """Events at which `xavier_hooks` raised (`failed`), and those that it was too slow for
-    (`dropped`)."""
-
-    failed: int = 0
-    dropped: int = 0
-
-    @property
-    def lost(self) -> int:
-        return self.failed + self.dropped
-
-
 @dataclass(kw_only=True)
 class Counters:
     """Counts that can be summed over replicas."""
@@ -389,12 +376,6 @@ class ReplicaStats(Counters):
     comparison: ComparisonStats = described("Of its rows with those of peers.", ComparisonStats)
     warm_join: WarmJoinStats = described("What it fetched when it joined.", WarmJoinStats)
     disk: DiskStats = described("What is saved below its pool.", DiskStats)
-    hooks: HookStats = metric(
-        "lost_hook_events_total",
-        "Events of the replica at which xavier_hooks raised, or that it was too slow for.",
-        HookStats,
-        label="reason",
-    )
     transport: str | None = described("Of its rows; a heartbeat lacks it.", None)
     transfer_pid: int | None = described("Of its transfer process; a heartbeat lacks it.", None)
     transfer_restarts: int = metric(
@@ -452,12 +433,6 @@ class TrackerStats:
         "Calls beyond the tracker's limits: joins, watches, reports and claims.",
     )
     watches: int = 0
-    hooks: HookStats = metric(
-        "tracker_lost_hook_events_total",
-        "Events of the tracker at which xavier_hooks raised, or that it was too slow for.",
-        HookStats,
-        label="reason",
-    )
 
 
 CHOICES = ("local", "fetch", "compute", "backlog", "prefill")

@@ -17,15 +17,15 @@ from typing import Any
 
 import xoscar as xo
 
+from xinference_xavier.errors import ConfigError
 from xinference_xavier.events import (
     CacheFlushed,
-    Event,
+    Hook,
     ReplicaDrained,
     ReplicaDraining,
     RoutingChanged,
     SharingSwitched,
-    event_dict,
-    hooks_of,
+    load_hook,
 )
 from xinference_xavier.protocol.load import (
     Drain,
@@ -66,7 +66,13 @@ from xinference_xavier.runtime.validate import (
 )
 from xinference_xavier.stats.report import History
 from xinference_xavier.tracker import fanout
-from xinference_xavier.tracker.log import EventLog, EventRecord, Membership, StartupErrors
+from xinference_xavier.tracker.log import (
+    EventLog,
+    EventRecord,
+    Membership,
+    StartupErrors,
+    call_hook,
+)
 from xinference_xavier.tracker.namespaces import Namespaces, WatchLimit
 from xinference_xavier.tracker.observers import Observers
 
@@ -76,12 +82,21 @@ _MAX_THREADS = 32
 """They start on demand. A child process that is restarted occupies three of them."""
 
 
+def _loaded(path: str) -> Hook | None:
+    try:
+        return load_hook(path)
+    except ConfigError as error:
+        logger.error("%s", error)  # noqa: TRY400  # the text is complete
+        return None
+
+
 class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Members and holdings of one model's replicas, kept apart by namespace.
 
     `lease` is how long a member lives without a heartbeat, `tick` how often leases are checked;
     both in seconds. A member publishes at most `max_keys` keys. `hooks` names the operator's
-    function as module:function. `clock` returns monotonic seconds.
+    function as module:function; without it if that cannot be imported here. `clock` returns
+    monotonic seconds.
     """
 
     def __init__(
@@ -107,11 +122,11 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._watch_limit = WatchLimit()
         self._history = History()
         self._events = EventLog()
-        self._hooks = hooks_of(hooks)
+        self._hook = None if hooks is None else _loaded(hooks)
         self._ended = False
         self._put_back_at = clock()
         self._last_tick = clock()
-        self._expiry: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __post_create__(self) -> None:
         patch_cancels()
@@ -120,12 +135,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         # `xinference-supervisor` occupies six, so a call with a long answer could wait forever.
         threads = ThreadPoolExecutor(_MAX_THREADS, "xavier-messages")
         asyncio.get_running_loop().set_default_executor(threads)
-        self._expiry = asyncio.create_task(self._expire_forever())
+        self._tasks.append(asyncio.create_task(self._expire_forever()))
+        if self._hook is not None:
+            self._tasks.append(asyncio.create_task(call_hook(self._hook, self._events)))
 
     async def __pre_destroy__(self) -> None:
         self._ended = True
-        if self._expiry is not None:
-            self._expiry.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._namespaces.end()
         self._observers.end()
         self._events.wake()
@@ -160,7 +177,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._startup_errors.pop(replica)
         event = self._membership.joined(replica, member)
         if event is not None:
-            self._notify(event)
+            self._events.add(event)
         return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
 
     async def heartbeat(
@@ -287,7 +304,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                 + self._startup_errors.refused
             ),
             "dropped": sum(each.index.dropped for _, each in self._namespaces.items()),
-            "hooks": {"failed": self._hooks.failed, "dropped": self._hooks.dropped},
             "namespaces": await fanout.namespaces_status(
                 self._namespaces,
                 self._membership.name_of,
@@ -343,7 +359,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         begun = [each for each in members if self._observers.drain(each.incarnation, until)]
         if begun:
             event = ReplicaDraining(model_uid=self._model_uid, replica=replica, seconds=seconds)
-            self._notify(event)
+            self._events.add(event)
         everybody = (each.incarnation for each in self._namespaces.all_members())
         stay = tuple(each for each in everybody if each not in loads.draining)
         return await fanout.drain(members, stay, seconds)
@@ -357,7 +373,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         event = ReplicaDrained(
             model_uid=self._model_uid, replica=replica, requests=requests, chunks=chunks
         )
-        self._notify(event)
+        self._events.add(event)
 
     async def undrain(self, replica: str) -> None:
         """The replica was not removed, and gets requests again."""
@@ -420,10 +436,10 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         version = max(before.version + 1, time.time_ns())
         self._namespaces.configure(settings._replace(version=version))
         if settings.enabled != before.enabled:
-            self._notify(SharingSwitched(model_uid=self._model_uid, enabled=settings.enabled))
+            self._events.add(SharingSwitched(model_uid=self._model_uid, enabled=settings.enabled))
         if settings.routing != before.routing:
             routing = settings.routing or self._observers.loads.routing
-            self._notify(RoutingChanged(model_uid=self._model_uid, routing=routing))
+            self._events.add(RoutingChanged(model_uid=self._model_uid, routing=routing))
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
         """Tell every replica which version its weights are; see `fanout.set_weights_version`."""
@@ -434,7 +450,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def flush(self) -> dict[str, list[str]]:
         """Make every replica drop what it holds; see `fanout.flush_all`."""
         outcome = await fanout.flush_all(self._namespaces.all_members())
-        self._notify(CacheFlushed(model_uid=self._model_uid, replicas=len(outcome["flushed"])))
+        self._events.add(CacheFlushed(model_uid=self._model_uid, replicas=len(outcome["flushed"])))
         return outcome
 
     async def pop_startup_error(self, replica: str) -> str | None:
@@ -467,7 +483,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             logger.warning(
                 "replica left, lease expired: model=%s incarnation=%s", self._model_uid, incarnation
             )
-            self._notify(self._membership.lost(incarnation))
+            self._events.add(self._membership.lost(incarnation))
         self._put_back(now)
         for incarnation in self._observers.expire_drains(now):
             text = "replica gets requests again, nobody drains it: model=%s incarnation=%s"
@@ -476,7 +492,3 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     def _check_alive(self) -> None:
         if self._ended:
             raise xo.ActorNotExist(f"the tracker of {self._model_uid} has ended")
-
-    def _notify(self, event: Event) -> None:
-        self._hooks.notify(event)
-        self._events.add(event_dict(event))

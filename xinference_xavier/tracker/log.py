@@ -1,15 +1,16 @@
 """What happened to a model's replicas, and the latest events of its sharing.
 
 `Membership` is who joined, left and returned, `StartupErrors` why some never started. `EventLog`
-numbers the events for readers that wait for new ones.
+numbers the events for readers that wait for new ones. One of them is `call_hook`.
 
-Runs on the tracker's event loop. Bounded: the oldest entries are dropped. Events are dictionaries
-as `xinference_xavier.events` makes them.
+Runs on the tracker's event loop, the operator's function on a thread. Bounded: the oldest entries
+are dropped.
 """
 
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -19,12 +20,17 @@ from cachetools import LRUCache
 from xinference_xavier.errors import shown
 from xinference_xavier.events import (
     Event,
+    Hook,
     ReplicaJoined,
     ReplicaLost,
     ReplicaRecovered,
-    check_event,
+    event_dict,
+    read_event,
 )
 from xinference_xavier.protocol.tracker import MAX_REPORTED, Member
+from xinference_xavier.runtime.aio import DaemonThreads
+
+logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 10_000
 """Incarnations, and names of lost replicas."""
@@ -91,6 +97,8 @@ MAX_EVENTS = 200
 
 
 class EventRecord(NamedTuple):
+    """`event` is in its JSON form."""
+
     number: int
     event: dict[str, Any]
 
@@ -105,11 +113,12 @@ class EventLog:
         self._added = asyncio.Event()
         self.refused = 0
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: Event) -> None:
         """Add `event` unless it is there: a report is repeated if its answer was lost."""
-        if any(event == record.event for record in self._records):
+        plain = event_dict(event)
+        if any(plain == record.event for record in self._records):
             return
-        self._records.append(EventRecord(next(self._numbers), event))
+        self._records.append(EventRecord(next(self._numbers), plain))
         self.wake()
         self._added = asyncio.Event()
 
@@ -120,18 +129,16 @@ class EventLog:
             return
         for event in events:
             try:
-                check_event(event)
+                self.add(read_event(event))
             except ValueError:
                 self.refused += 1
-            else:
-                self.add(event)
 
     def since(self, number: int) -> list[EventRecord]:
         """The events after `number`, oldest first."""
         return [record for record in self._records if record.number > number]
 
-    async def wait_since(self, number: int, timeout: float) -> list[EventRecord]:
-        """The same, but wait up to `timeout` seconds for the first one."""
+    async def wait_since(self, number: int, timeout: float | None) -> list[EventRecord]:
+        """The same, but wait up to `timeout` seconds for the first one, or without a limit."""
         if not self.since(number):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -141,3 +148,23 @@ class EventLog:
     def wake(self) -> None:
         """Release the waiting readers."""
         self._added.set()
+
+
+async def call_hook(hook: Hook, log: EventLog) -> None:
+    """Call the operator's function with each event, one after the other. If it is so slow that an
+    event leaves the log meanwhile, it misses that one."""
+    loop, thread, last = asyncio.get_running_loop(), DaemonThreads(1, "xavier-hook"), 0
+    try:
+        while True:
+            for record in await log.wait_since(last, None):
+                last = record.number
+                await loop.run_in_executor(thread, _call, hook, read_event(record.event))
+    finally:
+        thread.shutdown()
+
+
+def _call(hook: Hook, event: Event) -> None:
+    try:
+        hook(event)
+    except (Exception, SystemExit):
+        logger.exception("xavier_hooks failed: event=%s", event)

@@ -14,7 +14,6 @@ from xinference_xavier.serving import extension
 from xinference_xavier.serving.launch.drain import draining_removal
 from xinference_xavier.serving.launch.supervisor import (
     finding_replicas,
-    notifying_terminate,
     thorough_cancel,
 )
 from xinference_xavier.serving.launch.worker import (
@@ -43,7 +42,6 @@ def test_wrapping_twice_changes_nothing_and_the_signature_stays() -> None:
         serving_when_ready,
         localizing_launch,
         thorough_cancel,
-        notifying_terminate,
         draining_removal,
         finding_replicas,
         partial(routing_require, routers=nothing, content_of=nothing),

@@ -2,7 +2,6 @@
 is refused before anything exists."""
 
 import asyncio
-import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.serving.launch.launching import (
 )
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaNotServingError
-from xinference_xavier.events import Event, LaunchRolledBack
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.serving.launch.supervisor import xavier_models
 from xinference_xavier.tracker.actor import BlockTracker
@@ -228,63 +226,6 @@ async def test_models_that_share_name_the_workers_of_their_replicas(supervisor: 
     supervisor._replica_model_uid_to_worker = {"m-rep0": one, "m-rep1": (other, one)}
     expected = {"m-rep0": "10.0.0.1:1", "m-rep1": "10.0.0.2:1"}
     assert await xavier_models(supervisor) == {"m": expected}, "the last has just been removed"
-
-
-told: queue.Queue[Event] = queue.Queue()
-HOOK = f"{__name__}:hook"
-
-
-def hook(event: Event) -> None:
-    told.put(event)
-
-
-def assert_told(reason: str) -> None:
-    """The next event, and the last so far, is a launch rolled back for this reason."""
-    event = told.get(timeout=DEADLINE)
-    assert isinstance(event, LaunchRolledBack)
-    assert (event.model_uid, event.reason) == ("m", reason)
-    assert told.empty()
-
-
-async def test_operators_are_told_once_of_a_launch_that_was_rolled_back(supervisor: Any) -> None:
-    async def fail(self: Any, model_uid: str) -> None:
-        try:
-            raise RuntimeError("out of memory")
-        except RuntimeError:
-            await self.terminate_model(model_uid, suppress_exception=True)
-            raise
-
-    supervisor.start = fail
-    with pytest.raises(RuntimeError):
-        await start(supervisor, xavier_hooks=HOOK)
-    assert_told("out of memory")
-
-
-async def test_they_are_told_of_one_that_failed_in_the_background(supervisor: Any) -> None:
-    background: list[asyncio.Task[None]] = []
-
-    async def fail_later(self: Any, model_uid: str) -> None:
-        async def fail() -> None:
-            try:
-                raise RuntimeError("no such file")
-            except RuntimeError:
-                await self.terminate_model(model_uid, suppress_exception=True)
-
-        background.append(asyncio.create_task(fail()))
-
-    supervisor.start = fail_later
-    await start(supervisor, xavier_hooks=HOOK)
-    await background[0]
-    assert_told("no such file")
-
-
-async def test_a_model_that_is_terminated_was_not_rolled_back(supervisor: Any) -> None:
-    await start(supervisor, xavier_hooks=HOOK)
-    await supervisor.terminate_model("m")
-    supervisor.start = no_memory
-    with pytest.raises(RuntimeError):
-        await start(supervisor, xavier_hooks=HOOK)
-    assert_told("no memory")
 
 
 async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> None:

@@ -16,7 +16,6 @@ import functools
 import inspect
 import logging
 import re
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
@@ -37,7 +36,7 @@ from xinference_xavier.errors import (
     NotFoundError,
     ReplicaNotServingError,
 )
-from xinference_xavier.events import Hooks, LaunchRolledBack, load_hook
+from xinference_xavier.events import load_hook
 from xinference_xavier.options import MAX_REPLICAS
 from xinference_xavier.protocol.tracker import tracker_uid, without_rank
 from xinference_xavier.runtime.aio import Rollback, spawn
@@ -152,10 +151,6 @@ async def _end(ending: Awaitable[Any]) -> None:
         logger.warning("cleanup after a cancelled launch is incomplete: error=%r", error)
 
 
-# Of models launched through this process, by control address and uid.
-_hooks: dict[tuple[str, str], Hooks] = {}
-
-
 async def xavier_tracker_address(
     supervisor: Any, model_uid: str, create: bool = False, hooks: str | None = None
 ) -> str:
@@ -254,7 +249,7 @@ def sharing_launch(original: Method) -> Method:
             )
             extra["kv_transfer_config"] = kv_transfer_config(config)
             if config.hooks is not None:
-                _hooks[claim] = Hooks(load_hook(config.hooks))
+                load_hook(config.hooks)
             async with Rollback() as scope:
                 # Registered first, because a cancelled creation may still succeed.
                 scope.undo(_destroy_tracker, address, model_uid)
@@ -267,37 +262,10 @@ def sharing_launch(original: Method) -> Method:
                     raise LaunchCancelledError(f"the launch of model {model_uid!r} was cancelled")
                 scope.commit()
             return result
-        except BaseException as error:
-            _notify_rolled_back(claim, error)
-            raise
         finally:
             launching.discard(claim)
 
     return launch
-
-
-def notifying_terminate(original: Method) -> Method:
-    @functools.wraps(original)
-    async def terminate(supervisor: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
-        # xinference terminates a failed launch within the handler of its error.
-        error = sys.exc_info()[1]
-        claim = (seam.control_address(supervisor), model_uid)
-        try:
-            return await original(supervisor, model_uid, *args, **kwargs)
-        finally:
-            if error is not None:
-                _notify_rolled_back(claim, error)
-            _hooks.pop(claim, None)
-
-    return terminate
-
-
-def _notify_rolled_back(claim: tuple[str, str], error: BaseException) -> None:
-    """Only once per launch: the first error is the cause."""
-    hooks = _hooks.pop(claim, None)
-    if hooks is not None:
-        reason = str(error) or type(error).__name__
-        hooks.notify(LaunchRolledBack(model_uid=claim[1], reason=reason))
 
 
 def _replicas_per_host(supervisor: Any, arguments: Mapping[str, Any]) -> int:
