@@ -3,14 +3,12 @@
 Every check raises a ValueError that names the value, the reason and the remedy.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from xinference_xavier.errors import shown
-from xinference_xavier.protocol.tracker import pack_question
 from xinference_xavier.stats.answers import is_part_of_path
 
 MAX_NAME = 200
@@ -28,8 +26,6 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])", re.ASCII)
 _SALT = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SALT}}}")
 """What xinference accepts."""
-_CHANGEABLE = ("ttl", "copies", "retention")
-_FIELDS = ("name", "prompt", "messages", "tools", *_CHANGEABLE, "cache_salt", LORA)
 
 
 class Terms(NamedTuple):
@@ -68,44 +64,11 @@ class NewPrefix(NamedTuple):
     terms: Terms
 
 
-def read_new(body: bytes) -> NewPrefix:
-    """The body of a request that adds a prefix."""
-    fields = _read(body, _FIELDS)
-    name = check_name(fields.get("name"))
-    content = {key: fields[key] for key in ("prompt", "messages", "tools", LORA) if fields.get(key)}
-    check_content(content)
-    return NewPrefix(name, check_tenant(fields.get("cache_salt")), content, _terms(fields, Terms()))
-
-
-def read_terms(body: bytes, terms: Terms) -> Terms:
-    """The body of a request that changes `terms`."""
-    return _terms(_read(body, _CHANGEABLE), terms)
-
-
-def _read(body: bytes, known: tuple[str, ...]) -> dict[str, Any]:
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is not JSON ({error})") from None
-    if not isinstance(fields, dict):
+def check_name(name: str) -> str:
+    if not name.strip() or not is_part_of_path(name) or not name.isprintable():
         raise ValueError(
-            f"body={shown(fields)} is not an object; its fields are {', '.join(known)}"
-        )
-    for field in fields:
-        if field not in known:
-            raise ValueError(f"{shown(field)} is not a field; the fields are {', '.join(known)}")
-    return fields
-
-
-def check_name(name: object) -> str:
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"name={shown(name)} is not a name; give a text")
-    if len(name) > MAX_NAME:
-        raise ValueError(f"name={shown(name)} has {len(name)} characters; use at most {MAX_NAME}")
-    if not is_part_of_path(name) or not name.isprintable():
-        raise ValueError(
-            f"name={shown(name)} has a slash, characters that cannot be printed, or only dots, "
-            "which proxies take out of a path; choose another"
+            f"name={shown(name)} is empty, or has a slash, characters that cannot be printed, or "
+            "only dots, which proxies take out of a path; choose another"
         )
     return name
 
@@ -121,42 +84,21 @@ def check_tenant(salt: object) -> str:
     return salt
 
 
-def check_content(content: Mapping[str, Any]) -> None:
-    if "tools" in content and ("messages" not in content or not isinstance(content["tools"], list)):
-        raise ValueError("tools are a list that goes with messages")
-    if LORA in content and not isinstance(content[LORA], str):
-        raise ValueError(f"lora_name={shown(content[LORA])} is not the name of an adapter")
-    if ("prompt" in content) == ("messages" in content):
-        raise ValueError("a prefix has either a prompt or messages; give one of them")
-    pack_question(question_of(content))
-
-
 def question_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """What `explain` is asked."""
     return {key: value for key, value in content.items() if key in ("prompt", "messages", "tools")}
 
 
-def _terms(fields: Mapping[str, Any], terms: Terms) -> Terms:
-    copies = fields.get("copies", terms.copies)
-    if isinstance(copies, bool) or copies not in get_args(Copies):
-        raise ValueError(f'copies={shown(copies)} is neither 1 nor "all"; use one of them')
-    retention = fields.get("retention", terms.retention)
-    if retention not in get_args(Retention):
-        raise ValueError(f'retention={shown(retention)} is neither "soft" nor "hard"; use one')
-    ttl = read_ttl(fields["ttl"]) if "ttl" in fields else terms.ttl
-    return Terms(ttl, copies, retention)
-
-
 def read_ttl(value: object) -> float:
     """Seconds, from a number of them or a text such as "90s", "30m", "1h" or "7d"."""
-    seconds = -1.0
+    seconds: float = -1
     if isinstance(value, str) and (match := _TTL.fullmatch(value.strip())):
         seconds = float(match[1]) * _UNITS[match[2]]
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = float(value)
+        seconds = value
     if not 0 < seconds <= MAX_TTL:
         raise ValueError(
             f"ttl={shown(value)} is not a time of at most {MAX_TTL / 86400:.0f} days; use seconds "
             'or a text such as "30m", "1h" or "7d"'
         )
-    return seconds
+    return float(seconds)

@@ -1,19 +1,22 @@
 """What the REST routes have in common: failures as HTTP answers, who may ask a model, and for which
 tenant."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from inspect import signature
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from fastapi import HTTPException, Request, Security
-from pydantic import BaseModel
-from starlette.responses import JSONResponse, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.types import Message, Receive
 
-from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError
+from xinference_xavier.errors import NOT_FOUND_HEADER, ExplainError, NotFoundError, shown
 from xinference_xavier.frontend.prefix import check_tenant
 from xinference_xavier.runtime.aio import UNREACHABLE
 from xinference_xavier.serving import seam
-from xinference_xavier.serving.bodies import Refusal
+from xinference_xavier.serving.bodies import Body
 from xinference_xavier.stats.answers import SALT_HEADER
 
 MODEL = "/v1/xavier/{model_uid}"
@@ -25,17 +28,52 @@ Access = Callable[[Request, str], None]
 """Raises HTTPException unless the request may ask the model of that uid."""
 
 
-EVENTS = "text/event-stream"
-"""The answer of a route that streams."""
-_REFUSALS = {
-    400: "The body or a header is malformed.",
-    401: "No login, or the token has expired.",
-    403: "A right is missing.",
-    404: "No such model shares its cache, or it has no prefix of that name.",
-    413: "The body of a named prefix is too long.",
-    500: "An extension that supplies cache_salt fails.",
-    503: "Supervisor or tracker does not answer, or the names of prefixes cannot be read.",
-}
+MAX_BODY = 9 << 20
+"""Bytes: a prefix may have as many as a question, and its other fields."""
+
+
+class Route(APIRoute):
+    """A route of ours. It refuses a wrong body with status 400, the value, the reason and the
+    remedy, and stops reading one that is longer than `MAX_BODY`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_or_refuse(request: Request) -> Response:
+            try:
+                return await handle(Request(request.scope, _limited(request.receive)))
+            except RequestValidationError as error:
+                raise HTTPException(400, self._why(error.errors()[0])) from error
+
+        return handle_or_refuse
+
+    def _why(self, fault: Mapping[str, Any]) -> str:
+        if fault["type"] == "value_error":  # one of ours, complete
+            return str(fault["ctx"]["error"])
+        kinds = (each.annotation for each in signature(self.endpoint).parameters.values())
+        (body,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Body))
+        if fault["type"] == "json_invalid":
+            found = fault["ctx"]["error"]
+        else:
+            name = ".".join(map(str, fault["loc"][1:])) or "body"
+            found = f"{name}={shown(fault['input'])}: {fault['msg']}"
+        fields = ", ".join(body.model_fields)
+        return f"the body must be an object with {fields}, as application/json: {found}"
+
+
+def _limited(receive: Receive) -> Receive:
+    """`receive` until a body is too long. Then it raises HTTPException."""
+    length = 0
+
+    async def receive_some() -> Message:
+        nonlocal length
+        message = await receive()
+        length += len(message.get("body", b""))
+        if length > MAX_BODY:
+            raise HTTPException(413, f"the body has more than {MAX_BODY} bytes; send a shorter one")
+        return message
+
+    return receive_some
 
 
 def add_route(
@@ -44,33 +82,18 @@ def add_route(
     path: str,
     scope: str,
     endpoint: Callable[..., Awaitable[Response]],
-    answer: Any,
-    body: type[BaseModel] | None = None,
     status: int = 200,
 ) -> None:
-    """`context` is xinference's APIExtensionContext. `answer` (a class, or `EVENTS`) and `body` are
-    for the documentation: endpoints read a body themselves, because a refusal names the remedy."""
+    """`context` is xinference's APIExtensionContext."""
     guard = [Security(context.auth_service, scopes=[scope])] if context.auth_enabled else []
-    responses: dict[int | str, dict[str, Any]] = {
-        code: {"model": Refusal, "description": text} for code, text in _REFUSALS.items()
-    }
-    described: dict[str, Any] = {}
-    if body is not None:
-        content = {"application/json": {"schema": body.model_json_schema()}}
-        described["requestBody"] = {"content": content, "required": True}
-    if answer == EVENTS:
-        responses[status] = {"content": {EVENTS: {"schema": {"type": "string"}}}}
     context.router.add_api_route(
         path,
         endpoint,
         methods=[method],
         dependencies=guard,
-        openapi_extra=described,
-        response_model=None if answer == EVENTS else answer,
-        response_class=Response if answer == EVENTS else JSONResponse,
-        responses=responses,
         status_code=status,
         tags=["xavier"],
+        route_class_override=Route,
     )
 
 

@@ -1,19 +1,39 @@
-"""What the REST routes take and return, as the API's `/openapi.json` describes it.
+"""The bodies that the REST routes take. FastAPI reads them, and describes them in `/openapi.json`.
 
-A report is a `ModelStatus`, whose classes explain its fields. Times are in seconds, sizes in bytes.
-Endpoints read bodies themselves, because a refusal names the remedy.
+Times are in seconds.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, StrictStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StrictBool,
+    model_validator,
+)
 
-from xinference_xavier.frontend.prefix import DEFAULT_TTL, MAX_NAME, MAX_SALT, Copies, Retention
+from xinference_xavier.frontend.prefix import (
+    DEFAULT_TTL,
+    LORA,
+    MAX_NAME,
+    Copies,
+    NewPrefix,
+    Retention,
+    Terms,
+    check_name,
+    check_tenant,
+    read_ttl,
+)
 from xinference_xavier.options import Routing
-from xinference_xavier.protocol.tracker import MAX_CHANGE_SECONDS, MAX_WEIGHTS_VERSION
-from xinference_xavier.stats.answers import NamedPrefix
-from xinference_xavier.stats.schema import ModelStatus, described
+from xinference_xavier.protocol.tracker import (
+    MAX_CHANGE_SECONDS,
+    MAX_WEIGHTS_VERSION,
+    pack_question,
+)
 
 
 class Body(BaseModel):
@@ -32,11 +52,21 @@ class Change(Body):
     """Seconds after which all that was changed for some time is as before; 0 puts it back at once.
     Without it, the change lasts."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True, exclude={"for_s"})
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if not self.settings:
+            raise ValueError("nothing is given; give enabled or routing")
+        return self
+
 
 class Weights(Body):
     """The name of the weights that the replicas have after a reset."""
 
-    version: Annotated[StrictStr, Field(min_length=1, max_length=MAX_WEIGHTS_VERSION)]
+    version: Annotated[str, Field(min_length=1, max_length=MAX_WEIGHTS_VERSION)]
     """Any name; replicas with the same one share."""
 
 
@@ -47,125 +77,48 @@ class Question(Body):
     """The text of a completion."""
     messages: list[dict[str, Any]] | None = None
     """In OpenAI's form."""
+    tools: list[dict[str, Any]] | None = None
+    """Go with messages, in OpenAI's form."""
+
+    @property
+    def question(self) -> dict[str, Any]:
+        given = {"prompt": self.prompt, "messages": self.messages, "tools": self.tools}
+        return {name: value for name, value in given.items() if value}
+
+    @model_validator(mode="after")
+    def _is_one_question(self) -> Self:
+        pack_question(self.question)
+        return self
 
 
 class PrefixTerms(Body):
     """How a named prefix is kept."""
 
-    ttl: float | str = DEFAULT_TTL
+    ttl: Annotated[float, BeforeValidator(read_ttl, json_schema_input_type=float | str)] = (
+        DEFAULT_TTL
+    )
     """Seconds since the last use, or a text such as "30m", "1h" or "7d"."""
     copies: Copies = 1
     """How many replicas keep it: 1 or "all"."""
     retention: Retention = "soft"
     """Whether its chunks are never evicted ("hard"), or after everything else ("soft")."""
 
+    def change(self, terms: Terms) -> Terms:
+        """`terms`, with what is given instead."""
+        return terms._replace(**self.model_dump(include={*Terms._fields}, exclude_unset=True))
+
 
 class PrefixBody(Question, PrefixTerms):
     """A text to keep: a prompt, or messages and perhaps tools."""
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    name: Annotated[str, Field(max_length=MAX_NAME), AfterValidator(check_name)]
     """Requests use the text by it; without slash."""
-    tools: list[dict[str, Any]] | None = None
-    """Go with messages, in OpenAI's form."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    cache_salt: Annotated[str, AfterValidator(check_tenant)] | None = None
     """The tenant that it belongs to."""
-    lora_name: str | None = None
+    lora_name: Annotated[str, Field(min_length=1)] | None = None
     """The adapter that it is computed for."""
 
-
-@dataclass(kw_only=True)
-class Report(ModelStatus):
-    """How the replicas of a model share."""
-
-    prefixes: list[NamedPrefix] = described(
-        "The 100 named prefixes without a tenant that were used last; none if the caller may "
-        "not ask the model.",
-        list,
-    )
-
-
-@dataclass(kw_only=True)
-class Flushed(Report):
-    """A report after the pools were emptied."""
-
-    answers: dict[str, list[str]] = described(
-        'The replicas that were "flushed" and those that are "unreachable", by incarnation.',
-        dict,
-    )
-
-
-@dataclass(kw_only=True)
-class Joined(Report):
-    """A report after weights got their name."""
-
-    answers: dict[str, list[str]] = described(
-        'The replicas that "joined" those with the same weights, those that were "not_reset" '
-        'and those that are "unreachable", by incarnation.',
-        dict,
-    )
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class Reports(_Answer):
-    models: list[Report]
-    """Those whose trackers answer."""
-    unavailable: dict[str, str]
-    """Why the others do not, by uid."""
-
-
-class Cluster(_Answer):
-    """What `doctor` examines. A process has its host, versions, environment and limits; those of
-    xinference also `missing`: what their xinference lacks, without which the extension is off. An
-    `error` stands in place of what did not answer."""
-
-    api: dict[str, Any]
-    """The process that answers."""
-    supervisor: dict[str, Any]
-    """xinference's supervisor."""
-    workers: dict[str, dict[str, Any]]
-    """xinference's workers, by address."""
-    models: dict[str, dict[str, Any]]
-    """The models by uid, each with its `report` without `prefixes`, its `tracker`'s process and the
-    `self_checks` of its replicas."""
-
-
-class PlacedChunk(_Answer):
-    """A part of a prompt."""
-
-    first: int = Field(alias="from")
-    """Token at which it begins."""
-    end: int = Field(alias="to")
-    """Token before which it ends."""
-    replicas: dict[str, Literal["pool", "disk", "none"]]
-    """Each replica's place for it, by incarnation."""
-
-
-class Explained(_Answer):
-    """Where a prompt's chunks are now."""
-
-    prompt_tokens: int
-    """Its length."""
-    context_tokens: int
-    """The model's limit."""
-    chunk_tokens: int
-    """The length of a chunk."""
-    chunks: list[PlacedChunk]
-    """Those of the prompt, in order."""
-
-
-class NamedPrefixes(_Answer):
-    prefixes: list[NamedPrefix]
-    """Those of the tenant, or those without one."""
-
-
-class Removed(_Answer):
-    removed: str
-    """The name."""
-
-
-class Refusal(_Answer):
-    detail: str
-    """The reason and, where there is one, the remedy."""
+    def prefix(self, tenant: str) -> NewPrefix:
+        adapter = {} if self.lora_name is None else {LORA: self.lora_name}
+        content = {**self.question, **adapter}
+        return NewPrefix(self.name, tenant, content, self.change(Terms()))

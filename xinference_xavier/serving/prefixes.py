@@ -19,10 +19,9 @@ from starlette.types import Receive, Scope
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
 from xinference_xavier.frontend.keeper import TICK, Keeper
 from xinference_xavier.frontend.names import Names, Store
-from xinference_xavier.frontend.prefix import LORA, Prefix, read_new, read_terms
+from xinference_xavier.frontend.prefix import LORA, Prefix
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
-    EVENTS,
     MODEL,
     Access,
     add_route,
@@ -31,10 +30,10 @@ from xinference_xavier.serving.answers import (
     tenant_of,
     tenant_of_header,
 )
-from xinference_xavier.serving.bodies import NamedPrefixes, PrefixBody, PrefixTerms, Removed
+from xinference_xavier.serving.bodies import PrefixBody, PrefixTerms
 from xinference_xavier.serving.gateway import TrackerGateway
 from xinference_xavier.serving.sse import Listeners, Message, Stream, message
-from xinference_xavier.stats.answers import ENDED, NamedPrefix
+from xinference_xavier.stats.answers import ENDED
 from xinference_xavier.stats.schema import KnownLoad
 
 FILE = Path("xavier") / "prefixes.db"
@@ -140,9 +139,6 @@ class Starting:
             await self._prefixes.close()
 
 
-MAX_BODY = 9 << 20
-"""Bytes: a prefix may have as many as a question, and its other fields."""
-
 _PIECE = 100
 """Prefixes that are reported at a stretch."""
 _PREFIX = f"{MODEL}/prefixes/{{name}}"
@@ -154,12 +150,12 @@ def add_prefix_routes(context: Any, prefixes: Prefixes) -> None:
     routes = PrefixRoutes(prefixes, model_access(context))
     add = partial(add_route, context)
     names = f"{MODEL}/prefixes"
-    add("GET", names, ASK_SCOPE, routes.list, NamedPrefixes)
-    add("POST", names, ASK_SCOPE, routes.add, NamedPrefix, PrefixBody, status=201)
-    add("GET", _PREFIX, ASK_SCOPE, routes.show, NamedPrefix)
-    add("GET", f"{_PREFIX}/events", ASK_SCOPE, routes.events, EVENTS)
-    add("PATCH", _PREFIX, ASK_SCOPE, routes.change, NamedPrefix, PrefixTerms)
-    add("DELETE", _PREFIX, ASK_SCOPE, routes.remove, Removed)
+    add("GET", names, ASK_SCOPE, routes.list)
+    add("POST", names, ASK_SCOPE, routes.add, status=201)
+    add("GET", _PREFIX, ASK_SCOPE, routes.show)
+    add("GET", f"{_PREFIX}/events", ASK_SCOPE, routes.events)
+    add("PATCH", _PREFIX, ASK_SCOPE, routes.change)
+    add("DELETE", _PREFIX, ASK_SCOPE, routes.remove)
 
 
 class PrefixRoutes:
@@ -168,14 +164,10 @@ class PrefixRoutes:
         self._access = access
         self._listeners = Listeners()
 
-    async def add(self, model_uid: str, request: Request) -> JSONResponse:
+    async def add(self, model_uid: str, body: PrefixBody, request: Request) -> JSONResponse:
         """Name a text that replicas keep, or replace the one of that name."""
         await self._check(request, model_uid)
-        body = await request.body()
-        if len(body) > MAX_BODY:
-            raise HTTPException(413, f"the body has {len(body)} bytes, more than {MAX_BODY}")
-        new = await _refused(asyncio.to_thread(read_new, body))
-        new = new._replace(tenant=tenant_of(request, new.tenant or None))
+        new = body.prefix(tenant_of(request, body.cache_salt))
         added = await _refused(answered_for(model_uid, self._prefixes.keeper.add(model_uid, new)))
         return JSONResponse(added, 201)
 
@@ -215,11 +207,12 @@ class PrefixRoutes:
                 return
             await asyncio.sleep(TICK)
 
-    async def change(self, model_uid: str, name: str, request: Request) -> JSONResponse:
+    async def change(
+        self, model_uid: str, name: str, body: PrefixTerms, request: Request
+    ) -> JSONResponse:
         """Change how it is kept. What is missing stays."""
         prefix = await self._find(model_uid, name, request)
-        body = await request.body()
-        terms = await _refused(asyncio.to_thread(read_terms, body, prefix.terms))
+        terms = body.change(prefix.terms)
         changed = await _refused(
             answered_for(model_uid, self._prefixes.keeper.change(prefix, terms))
         )
