@@ -496,9 +496,10 @@ async def test_it_explains_what_it_would_choose() -> None:
 
 
 async def test_it_explains_who_would_prefill() -> None:
-    cluster = Cluster("m-0", "m-1", prefill_threshold=0)
+    cluster = Cluster("m-0", "m-1")
     decodes, prefills = (cluster.serving._replace(role=role) for role in ("decode", "prefill"))
-    cluster.tell(cluster.load("m-0", serving=prefills), cluster.load("m-1", serving=decodes))
+    busy = cluster.load("m-1", serving=decodes, requests=1)
+    cluster.tell(cluster.load("m-0", serving=prefills), busy)
     found = cluster.router.explain(document("long"))
     assert found.keys() == {"m-1"}, "the other one answers nobody"
     assert found["m-1"].pop("fetch") > 1.0

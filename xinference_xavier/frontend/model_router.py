@@ -118,7 +118,7 @@ class ModelRouter:
     def _begin(self, serving: Serving) -> None:
         self._serving = serving
         size = Chunks(serving.chunk_tokens, serving.chunk_bytes)
-        self._router = Router(self.mirror, size, self._source, threshold=serving.prefill_threshold)
+        self._router = Router(self.mirror, size, self._source)
         self._texts = Texts(serving.chunk_tokens)
         self._queue.bound = serving.queue
 

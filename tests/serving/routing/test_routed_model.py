@@ -275,14 +275,19 @@ async def test_a_replica_that_is_not_there_yet_costs_a_request_no_move(serving: 
 # -- a divided request ------------------------------------------------------------------------
 
 
+def join(cluster: Cluster, **roles: Any) -> None:
+    """Replicas by their roles. Each that decodes has a request, which a prefill would delay."""
+    for name, role in roles.items():
+        cluster.serving = cluster.serving._replace(role=role, mark_key=name)
+        cluster.join(name)
+        cluster.tell(cluster.load(name, requests=int(role == "decode")))
+
+
 @pytest.fixture
 async def divided() -> AsyncIterator[Serving]:
     """A replica that decodes, and one that prefills for it."""
     cluster = Cluster()
-    cluster.serving = cluster.serving._replace(role="decode", prefill_threshold=0)
-    cluster.join("decode")
-    cluster.serving = cluster.serving._replace(role="prefill")
-    cluster.join("prefill")
+    join(cluster, decode="decode", prefill="prefill")
     divided = await Serving(cluster).start("prefill", "decode", text=document("d"), whole=False)
     yield divided
     await divided.stop()
@@ -298,7 +303,7 @@ async def test_both_replicas_get_the_request_at_the_same_time(divided: Serving) 
     await prefilled(divided)
     assert await divided.asked("prefill") == ["r:prefill"]
     (name,) = await divided.asked("decode")
-    elsewhere = mark_of(name, "")
+    elsewhere = mark_of(name, "decode")
     assert elsewhere is not None
     assert elsewhere.replica == "prefill now"
     assert divided.cluster.router.loads()["prefill"].requests == 0
@@ -337,9 +342,7 @@ async def test_a_request_that_ends_stops_its_prefill(divided: Serving) -> None:
 async def test_a_divided_request_that_moves_is_marked_for_the_other_replica() -> None:
     """The prefill goes on, and keeps its replica busy."""
     cluster = Cluster()
-    for name, role in (("prefill", "prefill"), ("d-0", "decode"), ("d-1", "decode")):
-        cluster.serving = cluster.serving._replace(role=role, prefill_threshold=0, mark_key=name)
-        cluster.join(name)
+    join(cluster, **{"prefill": "prefill", "d-0": "decode", "d-1": "decode"})
     serving = Serving(cluster)
     await serving.start("prefill", "d-0", "d-1", text=document("d"), whole=False)
     await serving.replicas["prefill"].model.prepare(hangs=True)
