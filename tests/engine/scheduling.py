@@ -6,7 +6,7 @@ and how a fetch ends.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -95,16 +95,10 @@ class ScriptedTier(PeerTier):
     def on_evicted(self, keys: Sequence[bytes]) -> None:
         self.evicted_keys += keys
 
-    def submit_load(
-        self,
-        source: str,
-        rows: list[Row],
-        deadline: float,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> Fetch | None:
+    def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         if not self.listening:
-            return super().submit_load(source, rows, deadline, trace_headers)
-        fetch = Fetch(source, rows, deadline, trace_headers)
+            return super().submit_load(source, rows, deadline)
+        fetch = Fetch(source, rows, deadline)
         self.fetches.append(fetch)
         return fetch
 

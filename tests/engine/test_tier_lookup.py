@@ -22,13 +22,6 @@ def every_prompts_chunks(prompts: int) -> list[OffloadKey]:
     return [key for number in range(prompts) for key in chunks(f"prompt {number}", 4)]
 
 
-def test_a_fetch_belongs_to_the_trace_of_the_request_that_began_it(vllm: Scheduling) -> None:
-    request, headers = vllm.ask(6, a=6), {"traceparent": "00-1-2-01"}
-    vllm.attempt(request, trace_headers=headers)
-    (fetch,) = vllm.tier.fetches
-    assert fetch.trace_headers == headers
-
-
 class TestFetch:
     def test_begins_once_at_the_end_of_the_step(self, vllm: Scheduling) -> None:
         request = vllm.ask(6, a=4)

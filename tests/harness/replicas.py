@@ -6,7 +6,6 @@ wrong byte is seen.
 import asyncio
 import hashlib
 import itertools
-import json
 import logging
 import os
 import signal
@@ -23,10 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import xoscar
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from examples.processes import until
 from tests.harness.remote import PATIENCE, Remote, obey, serve_actors
@@ -141,7 +136,6 @@ class _Inside:
         self.factor = options.pop("factor", None)
         if self.factor is not None:
             self.engine.sketch = self.sketch
-        self.spans = InMemorySpanExporter()
         self.lines = _Lines()
         logging.getLogger("xinference_xavier").addHandler(self.lines)
         logging.getLogger("xinference_xavier").setLevel(logging.INFO)
@@ -189,22 +183,14 @@ class _Inside:
         self.begin_fetch(donor, keys, timeout)
         return self.end_fetch()
 
-    def begin_fetch(
-        self,
-        donor: str,
-        keys: Sequence[bytes],
-        timeout: float,
-        trace_headers: dict[str, str] | None = None,
-    ) -> None:
+    def begin_fetch(self, donor: str, keys: Sequence[bytes], timeout: float) -> None:
         rows, evicted = self.pool.reserve(keys)
         assert len(rows) == len(keys)
         for row in rows:
             row.origin = donor
         self.replica.tier.on_evicted(evicted)
         self.began = time.monotonic()
-        self.fetching = self.replica.tier.submit_load(
-            donor, rows, self.began + timeout, trace_headers
-        )
+        self.fetching = self.replica.tier.submit_load(donor, rows, self.began + timeout)
 
     def end_fetch(self) -> Outcome:
         fetch = self.fetching
@@ -290,16 +276,6 @@ class _Inside:
     def report_load(self, load: Load | None) -> None:
         """Report this load from now on; None: none."""
         self.engine.reported = load
-
-    def trace(self) -> None:
-        """Set up tracing, as an operator does."""
-        provider = TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(self.spans))
-        trace.set_tracer_provider(provider)
-
-    def traced(self) -> list[dict[str, Any]]:
-        """The spans that have ended."""
-        return [json.loads(span.to_json()) for span in self.spans.get_finished_spans()]
 
     def logged(self) -> list[tuple[str, str]]:
         """Levels and texts of log lines, from INFO up."""

@@ -1,4 +1,4 @@
-"""What operators see of real replicas: figures at a scrape, spans, lines in the log."""
+"""What operators see of real replicas: figures at a scrape and lines in the log."""
 
 from collections.abc import Callable
 
@@ -133,28 +133,3 @@ def _share(donor: ReplicaProcess, consumer: ReplicaProcess) -> None:
     donor.store(keys)
     wait_until(lambda: bool(consumer.holders(keys[0])), "the consumer knows the chunk")
     assert consumer.fetch(donor.name, keys, DEADLINE).state == "COMMITTED"
-
-
-def test_a_fetch_is_a_span_of_its_requests_trace(scene: Scene) -> None:
-    """Last in this module, because tracing cannot be switched off again."""
-    scene.consumer.trace()
-    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
-    keys = scene.stored(3)
-    scene.consumer.begin_fetch("first", keys, DEADLINE, headers)
-    assert scene.consumer.end_fetch().state == "COMMITTED"
-    scene.fail_to_fetch()
-    wait_until(lambda: len(scene.consumer.traced()) == 2, "the spans have ended")
-    good, bad = scene.consumer.traced()
-    assert good["name"] == "xavier.fetch"
-    assert good["parent_id"] == "0xb7ad6b7169203331"
-    assert good["attributes"] == {
-        "xavier.replica": "second",
-        "xavier.donor": "first",
-        "xavier.transport": "gloo",
-        "xavier.outcome": "committed",
-        "xavier.chunks": 3,
-        "xavier.chunks_committed": 3,
-        "xavier.bytes": 3 * ROW_BYTES,
-    }
-    assert bad["parent_id"] is None
-    assert bad["status"] == {"status_code": "ERROR", "description": "not held"}

@@ -5,7 +5,7 @@ any moment, in part, late or never, and a row that was given up may still be wri
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -58,14 +58,8 @@ class Peers(ScriptedTier):
 
     # -- called by the scheduler thread -------------------------------------------------------
 
-    def submit_load(
-        self,
-        source: str,
-        rows: list[Row],
-        deadline: float,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> Fetch | None:
-        fetch = super().submit_load(source, rows, deadline, trace_headers)
+    def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
+        fetch = super().submit_load(source, rows, deadline)
         self._log(f"fetch of {len(rows)} rows from {source}: {[row.slot for row in rows]}")
         if fetch is not None:
             fetch.began = self._clock()

@@ -175,7 +175,6 @@ class XavierConnector(WorkerSide):
         self._manager.begin_lookups(
             request.request_id,
             num_computed_tokens,
-            request.trace_headers,
             request.lora_request,
             request.cache_salt,
             # vLLM's keys do not say which positions of a mixed prompt are embeddings.

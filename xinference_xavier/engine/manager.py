@@ -10,7 +10,7 @@ The manager answers for chunks in the pool, `TierLookup` for all others.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -185,16 +185,12 @@ class XavierManager(OffloadingManager):
         self,
         req_id: str,
         prefix_tokens: int,
-        trace_headers: Mapping[str, str] | None = None,
         lora_request: LoRARequest | None = None,
         salt: str | None = None,
         ambiguous: bool = False,
     ) -> None:
-        """vLLM has `prefix_tokens` of the request in its own cache and looks up the rest.
-
-        The request's fetches belong to the trace that `trace_headers` names. If its keys are
-        `ambiguous`, another prompt can have them, too.
-        """
+        """vLLM has `prefix_tokens` of the request in its own cache and looks up the rest. If its
+        keys are `ambiguous`, another prompt can have them, too."""
         request = self.requests[req_id]
         reuses = prefix_tokens > 0 or self.reuses_partial_blocks
         request.looked_up(prefix_tokens, reuses, self.prefix_cache_is_stale)
@@ -203,7 +199,6 @@ class XavierManager(OffloadingManager):
             if salt is not None and (probe := self.probes.of(salt)) is not None:
                 request.probe, request.counted.prompt = probe, True
                 request.settle()
-            request.trace_headers = trace_headers
             if ambiguous:
                 request.excluded, self._all_share = True, False
             if lora_request is not None:

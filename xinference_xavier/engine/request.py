@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -77,7 +77,6 @@ class Request:
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
     failed: set[str] = field(default_factory=set)  # donors that it is not fetched from again
     fetched: dict[bytes, str] = field(default_factory=dict)  # source of each key fetched for it
-    trace_headers: Mapping[str, str] | None = None
     excluded: bool = False  # neither stores nor loads anything
     stale: bool = False  # vLLM may have computed its blocks with other weights
     adapter: Look | None = None

@@ -231,7 +231,7 @@ class TierLookup:
                     row.origin, row.replicated_from = replica_of(donor), donor
                 deadline = min(latest, now + self._cost_model.patience(donor, len(share), now))
                 handed_over += len(share)
-                fetch = self._tier.submit_load(donor, share, deadline, request.trace_headers)
+                fetch = self._tier.submit_load(donor, share, deadline)
                 if fetch is not None:
                     self.fetches.add(fetch, plan.is_probe)
                     self._cost_model.begun(fetch, plan.prefill_seconds, self._clock())

@@ -17,7 +17,7 @@ threads of its own and reports through the `Fetch`, which one thread writes and 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -37,15 +37,13 @@ class FetchState(Enum):
 class Fetch:
     """One load of rows from one source of a tier.
 
-    `deadline` is in `time.monotonic()` seconds. `trace_headers` come from the request that began
-    the fetch, if it is traced. Once the fetch has ended, `seconds` is its duration, and `reason`
-    says why it was rolled back.
+    `deadline` is in `time.monotonic()` seconds. Once the fetch has ended, `seconds` is its
+    duration, and `reason` says why it was rolled back.
     """
 
     source: str
     rows: list[Row]
     deadline: float
-    trace_headers: Mapping[str, str] | None = None
     began: float = field(default_factory=time.monotonic)
     transport: str = ""  # until one is chosen
     committed: list[Row] = field(default_factory=list)  # the leading rows that arrived, pinned once
@@ -103,13 +101,7 @@ class Tier(ABC):
         """The set of these names; ignores unknown ones."""
 
     @abstractmethod
-    def submit_load(
-        self,
-        source: str,
-        rows: list[Row],
-        deadline: float,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> Fetch | None:
+    def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         """Begin to fill the reserved rows from `source`. Returns None, with the rows aborted, if
         the tier is closed or overloaded."""
 

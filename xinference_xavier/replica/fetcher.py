@@ -4,21 +4,16 @@ trace.
 Threading: the scheduler thread makes a `Fetch` and reads its `state`; everything else happens on
 the replica's background loop. A fetch ends by its deadline even if its rows may still be written:
 those stay in quarantine until the transfer process is done with them.
-
-Each fetch is a span where the engine traces with OpenTelemetry. Without a tracer provider from
-vLLM, a span records nothing.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import xoscar
-from opentelemetry import trace
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.mirror import Mirror
@@ -40,37 +35,9 @@ from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.stats.schema import COMMITTED, ROLLED_BACK, FetchStats, ReplicaFetches
+from xinference_xavier.stats.schema import FetchStats, ReplicaFetches
 
 logger = logging.getLogger(__name__)
-
-SPAN_NAME = "xavier.fetch"
-_TRACER = trace.get_tracer("xinference_xavier")
-_PROPAGATOR = TraceContextTextMapPropagator()
-_PREFIX = "xavier."
-
-
-class FetchSpan:
-    """Belongs to the trace that `headers` names: those of the request that began the fetch."""
-
-    def __init__(self, headers: Mapping[str, str] | None) -> None:
-        context = _PROPAGATOR.extract(headers) if headers else None
-        self._span = _TRACER.start_span(SPAN_NAME, context=context, kind=trace.SpanKind.CLIENT)
-
-    def add_event(self, name: str, **attributes: str | int) -> None:
-        self._span.add_event(f"{_PREFIX}{name}", _prefixed(attributes))
-
-    def end(self, failure: str | None, **attributes: str | int) -> None:
-        """`failure` says why the fetch was rolled back; None if it was committed."""
-        self._span.set_attributes(_prefixed(attributes))
-        if failure is not None:
-            self._span.set_status(trace.Status(trace.StatusCode.ERROR, failure))
-        self._span.end()
-
-
-def _prefixed(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
-    return {f"{_PREFIX}{name}": value for name, value in attributes.items()}
-
 
 _RELEASE_TIMEOUT = 2.0
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
@@ -78,10 +45,7 @@ _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the ro
 
 @dataclass(eq=False)
 class PeerFetch(Fetch):
-    """A fetch from a peer's pool or disk, or from the host's. It has a span once it has been
-    started."""
-
-    span: FetchSpan = field(init=False, repr=False)
+    """A fetch from a peer's pool or disk, or from the host's."""
 
     @property
     def donor(self) -> str:
@@ -139,7 +103,6 @@ class Fetcher:
         self.counts.fetches.started += 1
         self.counts.in_flight[fetch.donor] += len(fetch.rows)
         self._mirror.used(row.key for row in fetch.rows)
-        fetch.span = FetchSpan(fetch.trace_headers)
         return spawn(self._run(fetch))
 
     def forget(self, incarnation: str) -> None:
@@ -161,7 +124,6 @@ class Fetcher:
                     reason = await self._read(fetch, parts)
                 else:
                     grant = await self._grant(fetch)
-                    fetch.span.add_event("granted", chunks=len(grant.checksums))
                     if grant.grant_id:
                         scope.undo(self._release, fetch.donor, grant.grant_id)
                     self._record_missing(fetch, grant)
@@ -319,16 +281,6 @@ class Fetcher:
         size = len(fetch.committed) * self._row_bytes
         stats = self.counts.fetches.by_transport.setdefault(fetch.transport, FetchStats())
         stats.ended(fetch.reason, fetch.seconds, size)
-        fetch.span.end(
-            fetch.reason,
-            replica=self._incarnation,
-            donor=fetch.donor,
-            transport=fetch.transport,
-            outcome=COMMITTED if fetch.reason is None else ROLLED_BACK,
-            chunks=len(fetch.rows),
-            chunks_committed=len(fetch.committed),
-            bytes=size,
-        )
 
     def _release(self, donor: str, grant_id: int) -> None:
         """Release the grant in the background: nothing depends on it, and grants expire anyway."""

@@ -196,15 +196,9 @@ class PeerTier(Tier):
         if (background := self._background) is not None:
             background.evicted(keys)
 
-    def submit_load(
-        self,
-        source: str,
-        rows: list[Row],
-        deadline: float,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> Fetch | None:
+    def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         if (background := self._background) is not None:
-            fetch = PeerFetch(source, rows, deadline, trace_headers)
+            fetch = PeerFetch(source, rows, deadline)
             if background.post_if_room(background.fetcher.start, fetch):
                 return fetch
         for row in rows:
