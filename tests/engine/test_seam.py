@@ -59,10 +59,10 @@ CALLS = {
     "lookup": 2, "on_new_request": 1, "on_request_finished": 1, "on_schedule_end": 1,
     "prepare_load": 2, "complete_load": 2, "prepare_store": 2, "complete_store": 2,
     "has_pending_work": 0, "reset_cache": 0, "get_stats": 0, "shutdown": 0,
-    "get_load_source": 2, "on_reset_flushed": 0, "take_events": 0,
+    "get_load_source": 2, "on_reset_flushed": 0,
 }  # fmt: skip
 """The methods of a manager that some version of vLLM calls, and the number of their arguments."""
-INHERITED = frozenset({"lock", "config_info"})
+INHERITED = frozenset({"lock", "config_info", "take_events"})
 """Attributes of a manager that vLLM uses and we inherit."""
 
 FIELDS = {
@@ -79,8 +79,7 @@ FIELDS = {
     ),
     Request: ("num_output_tokens", "is_finished", "get_finished_reason"),
     base.ReqContext: ("req_id", "_offload_key_positions"),
-    base.OffloadingEvent: ("keys", "medium", "removed"),
-    base.OffloadingKVEventsConfig: ("enable_kv_cache_events",),
+    base.OffloadingKVEventsConfig: ("enable_kv_cache_events", "self_describing_kv_events"),
     base.CanonicalKVCaches: ("tensors", "group_data_refs"),
     base.CanonicalKVCacheTensor: ("tensor", "page_size_bytes"),
     base.CanonicalKVCacheRef: ("tensor_idx", "page_size_bytes"),
@@ -103,7 +102,7 @@ TEXTS: dict[Callable[..., object], tuple[str, ...]] = {
     Scheduler._connector_finished: ("self.connector.request_finished_all_groups(",),
     Scheduler.add_request: ("self.connector.on_new_request(request)",),
     EngineCore.__init__: ("self.model_executor = ", "self.scheduler: "),
-    Request.__init__: ("trace_headers", "self.arrival_time"),
+    Request.__init__: ("self.arrival_time",),
 }
 """What vLLM's functions must contain, because we rely on what they do."""
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.routing import APIRoute
-from opentelemetry import trace
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Send
 
@@ -212,7 +211,6 @@ class Answer:
                 given = {name.lower() for name, _ in headers}
                 own = (header for header in route.headers() if header[0] not in given)
                 start["headers"] = [*headers, *own]
-                _trace(route)
                 await self._send(start)
         if not self._retry_after:
             await self._send(message)
@@ -225,16 +223,6 @@ class Answer:
             headers = {"Retry-After": str(self._retry_after)}
             refusal = JSONResponse({"detail": AT_LIMIT}, TOO_MANY_REQUESTS, headers)
             await refusal(scope, receive, self._send)
-
-
-def _trace(route: Route) -> None:
-    """Note on the request's span, if xinference traces, where it went and why."""
-    span = trace.get_current_span()
-    if not route.retry_after and span.is_recording():
-        terms = route.choice.terms._asdict().items()
-        span.set_attribute("xavier.replica", route.replica)
-        span.set_attribute("xavier.reason", route.choice.reason)
-        span.set_attributes({f"xavier.{name}_seconds": value for name, value in terms})
 
 
 logger = logging.getLogger(__name__)

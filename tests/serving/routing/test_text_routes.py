@@ -10,7 +10,6 @@ import httpx
 import pytest
 import xoscar as xo
 from fastapi import Request
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from PIL import UnidentifiedImageError
 
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
@@ -39,19 +38,6 @@ async def test_every_route_is_answered_by_the_chosen_replica_and_says_why(
     assert chosen == {"m-0", "m-1"}
     await left(text_api)
     assert not text_api.cluster.router._routes
-
-
-@STREAMS
-async def test_a_traced_request_says_where_it_went_and_why(text_api: TextApi, stream: bool) -> None:
-    with TracerProvider().get_tracer("xinference").start_as_current_span("POST") as span:
-        answer = await text_api.ask(COMPLETIONS, stream=stream)
-    assert isinstance(span, ReadableSpan)
-    attributes = span.attributes or {}  # some are xinference's own
-    noted = {name: value for name, value in attributes.items() if name.startswith("xavier.")}
-    assert noted["xavier.replica"] == answer.headers["x-xavier-replica"]
-    assert noted["xavier.reason"] == "backlog"
-    forecast = {f"xavier.{term}_seconds" for term in ("backlog", "fetch", "compute")}
-    assert noted.keys() == {"xavier.replica", "xavier.reason", *forecast}
 
 
 def assert_in_turn(answer: httpx.Response) -> None:
