@@ -44,7 +44,7 @@ def fine_tune(folder: Path, to: Path) -> Path:
 
 class GatedEngine(Engine):
     """An engine that is short of room. Its copies and sends wait at the gates in the folder `gates`
-    while they are closed. `more` are arguments of vLLM's."""
+    while they are closed."""
 
     def __init__(
         self,
@@ -54,11 +54,10 @@ class GatedEngine(Engine):
         gates: Path,
         *,
         asynchronous: bool = False,
-        **more: Any,
     ) -> None:
         gates.mkdir()
         self.gates = gates
-        kind = _short_of_room(asynchronous, more, {FOLDER: str(gates)})
+        kind = _short_of_room(asynchronous, {}, {FOLDER: str(gates)})
         super().__init__(name, model, kind, config)
 
 

@@ -213,9 +213,8 @@ class Scheduling:
         layout: Layout = ONE_GROUP,
         serving: Serving = SERVING,
         probes: Callable[[Pool, CanAudit], Probes] = without_requests,
-        events: bool = False,
     ) -> None:
-        self.pool = Pool(slots, records_changes=events)
+        self.pool = Pool(slots)
         self.tier = ScriptedTier(self.pool, name)
         self.clock = Clock()
         self.manager = XavierManager(

@@ -6,7 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_events import MEDIUM_GPU
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -108,6 +109,25 @@ def test_a_step_s_end_is_left_out_only_if_it_has_nothing_to_do(
     assert ended.call_count == 2
     engine.step()
     assert ended.call_count == 2
+
+
+def test_vllm_publishes_events_of_its_own_blocks_and_keeps_no_description_of_the_pool_s(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep the tokens of each chunk until an event says that the chunk is gone."""
+    engine = make_engine(
+        extra={"self_describing_kv_events": True},
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    )
+    publish = Mock()
+    monkeypatch.setattr(engine.scheduler.kv_event_publisher, "publish", publish)
+    engine.ask("r", range(300, 300 + 300), tokens=2)
+    engine.run()
+    engine.step()  # in which the last store ends
+    assert engine.own.pool.counts().ready == 2
+    events = [event for call in publish.call_args_list for event in call.args[0].events]
+    assert {event.medium for event in events} == {MEDIUM_GPU}
+    assert not engine.connector.connector_scheduler._events_tracker._pending_event_metadata
 
 
 def test_all_that_is_counted_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,6 @@ class Engine:
                 ),
                 step_tokens=config.scheduler_config.max_num_batched_tokens,
                 arrivals=Arrivals.at(config),
-                events=spec.kv_events_config.enable_kv_cache_events,
             )
             return self.own.manager
 

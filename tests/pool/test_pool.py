@@ -25,10 +25,9 @@ class PoolAgainstModel:
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self.draw = draw
-        self.pool = Pool(SLOTS, records_changes=True)
+        self.pool = Pool(SLOTS)
         self.writing: list[Row] = []  # reserved, and neither committed nor aborted yet
         self.ended: list[Row] = []  # aborted
-        self.told: set[bytes] = set()  # keys of the changes so far
         self.filling: list[Row] = []
         self.idle: list[Row] = []
         self.flushed: list[Row] = []  # unpinned
@@ -38,7 +37,7 @@ class PoolAgainstModel:
     def go_on(self) -> None:
         """One of the events that are possible now, more often those that fill the pool."""
         steps = [*6 * [self.reserve], *2 * [self.pin], self.touch, self.set_checksum]
-        steps += [self.take_changes, self.restart_changes, self.flush, self.reset]
+        steps += [self.flush, self.reset]
         if self.writing:
             steps = [*12 * [self.commit], self.abort, self.quarantine, *steps]
         if self.pinned:
@@ -192,20 +191,6 @@ class PoolAgainstModel:
         self.flushed += self.idle
         self.idle = []
 
-    def take_changes(self) -> None:
-        later = self.draw(st.sets(KEYS, max_size=2))
-        came, went = self.pool.take_changes(later)
-        assert self.told.isdisjoint(came)
-        assert self.told.issuperset(went)
-        self.told = self.told - {*went} | {*came}
-        ready = {row.key for row in self.ready()}
-        assert self.told <= ready
-        assert ready - self.told <= later
-
-    def restart_changes(self) -> None:
-        self.pool.restart_changes()
-        self.told.clear()
-
     def reset(self) -> None:
         self.pool.reset()
         self.quarantined += self.filling
@@ -213,14 +198,11 @@ class PoolAgainstModel:
         assert not shared_keys(self.pool)
 
     def check(self) -> None:
-        """No slot has two rows, there are at most two changes for each, and counts and lookups
-        agree with the model."""
+        """No slot has two rows, and counts and lookups agree with the model."""
         rows = {*self.filling, *self.idle, *self.flushed, *self.pinned, *self.quarantined}
         assert len({row.slot for row in rows}) == len(rows)
         assert all(row.state is RowState.FILLING for row in self.filling)
         assert all(row.state is RowState.READY for row in self.idle)
-        assert self.pool.changes is not None
-        assert len(self.pool.changes) <= 2 * SLOTS
         live, ready = self.live(), self.ready()
         counts = self.pool.counts()
         pinned = set(self.pinned)

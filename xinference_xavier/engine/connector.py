@@ -85,7 +85,6 @@ class XavierConnector(WorkerSide):
         self._unflushed_steps: int | None = None
         """Steps that have to end until no job from before the latest reset is under way."""
         self._counted = False  # something, since the latest stats
-        self._reset_events: list[KVCacheEvent] = []  # of the latest reset, not taken yet
         super().__init__(vllm_config, role, kv_cache_config)
         del extra[ENGINE]
         if role is KVConnectorRole.SCHEDULER:
@@ -127,12 +126,6 @@ class XavierConnector(WorkerSide):
         done = self._reset_own()
         self.reset_cache()
         return done
-
-    def _reset_late(self) -> None:
-        if self._reset_own():
-            # vLLM tells routers that all blocks are gone. But the pool was reset before, and what
-            # it holds was stored since.
-            self._manager.pool.restart_changes()
 
     def _call_workers(
         self, call: Callable[..., Any], method: object, *args: Any, **kwargs: Any
@@ -226,7 +219,7 @@ class XavierConnector(WorkerSide):
         self._begin_step(scheduler_output)
         if self._reset_is_due and not self._manager.requests:
             # vLLM refused it while blocks were in use.
-            self._reset_late()
+            self._reset_own()
         if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
             return metadata
         return OnlyLoads(**vars(metadata))
@@ -263,31 +256,16 @@ class XavierConnector(WorkerSide):
 
     def reset_cache(self) -> bool | None:
         if self._is_reset:  # vLLM has nothing new to forget; but rows may have come from peers
-            self._report_reset()
             self._manager.reset_cache()
             return True
         self._asked = self._is_reset = True
         self._unflushed_steps = len(self._steps) + 1
-        self._report_reset()
         return super().reset_cache()
-
-    @guarded(nothing)
-    def _report_reset(self) -> None:
-        """Forget all rows now: vLLM is about to forget which blocks they have."""
-        if self._manager.pool.changes is not None:
-            self._manager.pool.flush(self._manager.pool.rows())
-            self._reset_events += super().take_events()
 
     @guarded(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """vLLM calls this once per step, when it has the step's output."""
-        self._end_step()
-        events, self._reset_events = self._reset_events, []
-        if self._manager.has_events:
-            events += super().take_events()
-        return events
-
-    def _end_step(self) -> None:
+        """End the step: vLLM calls this once per step, when it has the step's output. It has events
+        of its own blocks; the pool has none."""
         ended = self._steps.end(time.monotonic())
         if self._unflushed_steps is not None and ended is not None:
             self._unflushed_steps -= 1
@@ -296,6 +274,7 @@ class XavierConnector(WorkerSide):
                 self._unflushed_steps = None
                 self._manager.on_reset_flushed()
         self._manager.first_tokens.step_ended()
+        return ()
 
     # -- where nothing is to be done, vLLM's own methods take their time to find that out ----------
 

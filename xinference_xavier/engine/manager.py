@@ -20,8 +20,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
-    Medium,
-    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -103,9 +101,6 @@ class XavierManager(OffloadingManager):
         self._finished_requests = 0
         self.layout = layout
         self._jobs = Jobs(pool)
-        self._void = deque[bytes](maxlen=pool.slots)
-        """Chunks that were to be stored and are not there. vLLM keeps their tokens, if it reports
-        such, until it is told that they are gone."""
         self._hits = Hits()
         self._unreported = Hits()  # of them, to vLLM
         self.first_tokens = FirstTokenTimes()
@@ -332,7 +327,6 @@ class XavierManager(OffloadingManager):
             keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.ends]
         offered = {request.row_key(key): key for key in keys}
         rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
-        request.name_rows(rows)
         stored = [offered[row.key] for row in rows]
         positions = key_positions(req_context)
         for key, row in zip(stored, rows, strict=True):
@@ -369,30 +363,6 @@ class XavierManager(OffloadingManager):
             self.probes.stored(request.probe, taken, request.ends())
         elif rows := self._jobs.end_store(request.req_id, keys, success):
             self._tier.on_stored(rows)
-        if self.pool.changes is not None:
-            row_keys = ((key, request.row_key(key)) for key in keys)
-            self._void.extend(key for key, row_key in row_keys if not self.pool.lookup(row_key))
-
-    # -- events for routers -------------------------------------------------------------------
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self.pool.changes or self._void)
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """The chunks that lookups find, and those that they no longer find, since the last call.
-
-        A chunk that a request waits for counts once it has been looked up: vLLM reports its tokens
-        only then. Rows of an adapter count by vLLM's keys, except those that were fetched for no
-        request: nobody here knows the adapter, and no router looks up their keys.
-        """
-        came, went = self.pool.take_changes(self._coming.keys())
-        went += [self._void.popleft() for _ in range(len(self._void))]
-        return [
-            OffloadingEvent([*map(OffloadKey, keys)], Medium.CPU, removed)
-            for keys, removed in ((went, True), (came, False))
-            if keys
-        ]
 
     # -- the whole cache ----------------------------------------------------------------------
 

@@ -114,12 +114,6 @@ class Request:
         """The pool's key for vLLM's `key`. Call it only if the request `shares`."""
         return key if self.digest is None else salted(key, self.digest)
 
-    def name_rows(self, rows: Iterable[Row]) -> None:
-        """Note vLLM's keys, where those of the pool are others."""
-        if self.digest is not None:
-            for row in rows:
-                row.alias = salted(row.key, self.digest)  # its own inverse
-
     def row_keys(self) -> list[bytes]:
         """The pool's keys of the request's chunks, group by group; empty before its lookups."""
         keys = key_positions(self.context) if self.shares else {}

@@ -33,6 +33,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingKVEventsConfig,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -100,6 +101,10 @@ class XavierSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         self._xavier = XavierConfig.from_dict(config.extra_config[XAVIER])
         super().__init__(config)
+        # Events that describe chunks would keep the tokens of each, until one says that it is gone.
+        self.kv_events_config = OffloadingKVEventsConfig(
+            enable_kv_cache_events=False, self_describing_kv_events=False
+        )
         self._chunk_tokens = self.blocks_per_chunk * max(self.tokens_per_block)
         self.replicated_layout = config.replicated_layout and current_platform.is_cuda_alike()
         self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk  # its own
@@ -209,8 +214,7 @@ class XavierSpec(OffloadingSpec):
                 "pages": note.pages,
                 "cells": note.cells,
             }
-            reports = self.kv_events_config.enable_kv_cache_events
-            pool = Pool(region.rows, records_changes=reports)
+            pool = Pool(region.rows)
             mirror = Mirror(self.config.engine_id)
             disk = None
             if self._xavier.disk is not None and shares:

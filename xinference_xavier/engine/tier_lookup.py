@@ -220,7 +220,6 @@ class TierLookup:
         now = self._clock()
         latest = now + self._fetch_timeout if request.deadline is None else request.deadline
         rows = self._reserve(plan.keys, request.row_keys()).rows
-        request.name_rows(rows)
         parts = min(len(plan.donors), len(rows))
         fetches = []
         handed_over = 0

@@ -55,7 +55,6 @@ class Row:
     checksum: int | None = None  # not shared until it is computed
     replicated_from: str | None = None  # the donor, until this row is copied itself
     origin: str | None = None  # the donor; None: computed here
-    alias: bytes | None = None  # vLLM's key, where `key` is another
     probation: bool = False  # generated, and no other request has needed it yet
 
     def __repr__(self) -> str:
@@ -84,43 +83,10 @@ def _never(_: Row) -> bool:
     return False
 
 
-class Changes:
-    """Which rows lookups find, or no longer find, since somebody last took the changes.
-
-    A row that came and went meanwhile is no change. So there are at most two changes for each slot
-    of the pool, even if nobody ever takes them. `Pool` calls all methods under its lock.
-    """
-
-    def __init__(self) -> None:
-        self._changes: dict[bytes, tuple[bytes, bool]] = {}  # by the rows' keys
-
-    def __len__(self) -> int:
-        return len(self._changes)
-
-    def add(self, rows: Iterable[Row], held: bool) -> None:
-        """Lookups find these rows from now on, or no longer, in turn for each key."""
-        for row in rows:
-            if self._changes.pop(row.key, None) is None:  # else it is as it was before
-                self._changes[row.key] = (row.alias or row.key, held)
-
-    def restart(self, rows: Iterable[Row]) -> None:
-        """Whoever takes the changes has forgotten all rows. Lookups find these."""
-        self._changes = {row.key: (row.alias or row.key, True) for row in rows}
-
-    def take(self, later: Set[bytes]) -> Iterable[tuple[bytes, bool]]:
-        """vLLM's keys of the rows, and whether they are held. Held ones with a key in `later` are
-        left for another call."""
-        taken, self._changes = self._changes, {}
-        for key in taken.keys() & later:
-            if taken[key][1]:
-                self._changes[key] = taken.pop(key)
-        return taken.values()
-
-
 class Pool:
     """`slots` rows; keys are vLLM's offload keys."""
 
-    def __init__(self, slots: int, *, records_changes: bool = False) -> None:
+    def __init__(self, slots: int) -> None:
         self.slots, self._lock = slots, threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._held: dict[bytes, Row] = {}  # FILLING, READY and FLUSHED
@@ -129,7 +95,6 @@ class Pool:
         self.held: Set[bytes] = self._held.keys()  # most lookups are of others, and end here
         self._flushed: dict[bytes, Row] = {}  # FLUSHED and unpinned
         self._filling = self._ready = self._pinned = self._quarantined = 0
-        self.changes = Changes() if records_changes else None
 
     def lookup(self, key: bytes) -> Row | None:
         """The READY row of `key`. Stays valid while only the calling thread evicts."""
@@ -149,22 +114,6 @@ class Pool:
         with self._lock:
             in_use = self._filling, self._pinned, self._quarantined
             return PoolCounts(self.slots, self._ready, *in_use)
-
-    def take_changes(self, later: Set[bytes] = frozenset()) -> tuple[list[bytes], list[bytes]]:
-        """The rows that lookups find, and those that they no longer find, since the last call, by
-        vLLM's keys. Those that they find with a key in `later` are left for another call."""
-        if self.changes is None:
-            return [], []
-        with self._lock:
-            taken = self.changes.take(later)
-        return [key for key, held in taken if held], [key for key, held in taken if not held]
-
-    def restart_changes(self) -> None:
-        """Whoever takes the changes has forgotten all rows: the next call tells which ones lookups
-        find."""
-        if self.changes is not None:
-            with self._lock:
-                self.changes.restart(row for row in self._held.values() if row.state is _READY)
 
     # -- writing a row ---------------------------------------------------------------------
 
@@ -190,7 +139,6 @@ class Pool:
             if redundant and (lacking := len(wanted) - len(self._free)) > 0:
                 victims = self._idle.take(lacking, redundant, frozenset(prefix))
                 self._ready -= len(victims)
-                self._changed(victims, held=False)
             evicted = [row.key for row in victims]
             rows = [Row(key, self._free.pop()) for key in wanted[: len(self._free)]]
             held.update(zip(wanted, rows, strict=False))
@@ -211,7 +159,6 @@ class Pool:
             self._free_flushed((), target)
             victims = self._idle.take(target - len(self._free), redundant, protected=False)
             self._ready -= len(victims)
-            self._changed(victims, held=False)
             for row in victims:
                 self._forget(row)
         return [row.key for row in victims]
@@ -222,10 +169,6 @@ class Pool:
             self._forget(self._flushed.pop(key))
         while self._flushed and len(self._free) < slots:
             self._forget(self._flushed.popitem()[1])
-
-    def _changed(self, rows: Iterable[Row], held: bool) -> None:
-        if self.changes is not None:
-            self.changes.add(rows, held)
 
     def _forget(self, row: Row) -> None:
         del self._held[row.key]
@@ -249,7 +192,6 @@ class Pool:
                 self._pinned += 1
             else:
                 self._idle.add(row, row.probation)
-            self._changed((row,), held=True)
             return True
 
     def quarantine(self, *rows: Row) -> None:
@@ -393,14 +335,12 @@ class Pool:
                     self._idle.remove(row.key)
                     self._flushed[row.key] = row
             self._ready -= len(ready)
-            self._changed(ready, held=False)
         return ready
 
     def reset(self) -> None:
         """Forget every chunk. The slot of a FILLING or pinned row stays in quarantine until its
         writer calls `abort` or its readers call `unpin`."""
         with self._lock:
-            self._changed((row for row in self._held.values() if row.state is _READY), held=False)
             for row in self._held.values():
                 if row.state is _FILLING or row.pins:
                     row.state = _QUARANTINED
