@@ -137,8 +137,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/fetcher.py",
-        "if self._differs(fetch.donor) or parts != self._namespace.parts:",
-        "if self._differs(fetch.donor):",
+        "if self._differs(fetch.source) or parts != self._namespace.parts:",
+        "if self._differs(fetch.source):",
         "rows are used that arrive after a replica has left peers that compute others",
         ("tests/replica/test_fetcher.py",),
     ),
@@ -231,7 +231,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/fetcher.py",
-        "        if not self._canary.trusts(fetch.donor):\n"
+        "        if not self._canary.trusts(fetch.source):\n"
         '            raise GrantRefusedError("not compared")\n',
         "",
         "rows are fetched from a peer with which nothing was compared",

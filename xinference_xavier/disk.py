@@ -82,7 +82,6 @@ class Store:
         self.slots = max_bytes // row_bytes
         self.index: dict[bytes, Place] = {}
         self._keys: dict[int, bytes] = {}  # by slot
-        self._changes: dict[bytes, bool] = {}
         self._revision = 0
         self._clock = clock
         self._reading = threading.Lock()  # of `_reader`
@@ -175,16 +174,9 @@ class Store:
                 old = self._keys.pop(slot, None)
                 if old is not None and self.index[old].slot == slot:
                     del self.index[old]
-                    self._changes[old] = False
                 if key is not None:
                     self._keys[slot] = key
                     self.index[key] = Place(slot, int.from_bytes(digest))
-                    self._changes[key] = True
-
-    def take_changes(self) -> dict[bytes, bool]:
-        """The chunks that came to `index` (True) or left it (False) since the last call."""
-        changes, self._changes = self._changes, {}
-        return changes
 
     def reserve(self, count: int) -> list[int]:
         """Slots that only the caller may write to: never used ones, then those without an entry,

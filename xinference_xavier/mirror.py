@@ -1,8 +1,7 @@
 """A copy of the index: which replicas hold a chunk, without a call.
 
-The sources that hold a chunk are an integer: each has a number, and a set has their bits
-(`PeerSets`). A source is a peer's pool, named like the peer, or its host's disk, which the peer
-reads from. So a lookup, or the search for the holders of a whole prefix, costs almost the same
+The peers that hold a chunk are an integer: each has a number, and a set has their bits
+(`PeerSets`). So a lookup, or the search for the holders of a whole prefix, costs almost the same
 whatever the number of peers. Once a peer has left, its number is reused, so a set that was read
 before may name the wrong peer.
 
@@ -19,20 +18,16 @@ published or used least recently are dropped.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
-from itertools import chain, islice
+from itertools import islice
 from struct import iter_unpack
 
 from xinference_xavier.protocol.tracker import (
-    DISK_SUFFIX,
     INITIAL_SETTINGS,
     SHORT_KEY,
     Change,
     Member,
     Update,
     check_update,
-    is_saved,
-    pool_key,
-    replica_of,
 )
 
 MAX_SHARED = 100_000
@@ -43,13 +38,10 @@ class PeerSets:
     def __init__(self) -> None:
         self.version = 0
         """Changes whenever a number is given or freed."""
-        self.disks = 0
-        """The set of the sources that are disks."""
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []  # by number
         self._free: deque[int] = deque()  # numbers of peers that have left
         self._shared: dict[int, int] = {}
-        self._replicas: dict[int, int] = {}  # what `replicas` has answered
 
     @property
     def peers(self) -> Set[str]:
@@ -63,8 +55,6 @@ class PeerSets:
     def bit(self, peer: str) -> int:
         """The set of this peer alone, which may be a new one."""
         if peer not in self._numbers:
-            if is_disk := peer.endswith(DISK_SUFFIX):
-                self.bit(replica_of(peer))
             if self._free:
                 number = self._free.popleft()
                 self._names[number] = peer
@@ -72,9 +62,7 @@ class PeerSets:
                 number = len(self._names)
                 self._names.append(peer)
             self._numbers[peer] = number
-            self._changed()
-            if is_disk:
-                self.disks |= 1 << number
+            self.version += 1
         return 1 << self._numbers[peer]
 
     def set_of(self, peers: Iterable[str]) -> int:
@@ -96,18 +84,6 @@ class PeerSets:
             peers ^= 1 << number
         return found
 
-    def replicas(self, sources: int) -> int:
-        """The set of the peers whose pools or disks these are."""
-        if not (disks := sources & self.disks):
-            return sources
-        known = self._replicas  # the writing thread may replace it meanwhile
-        found = known.get(disks)
-        if found is None:
-            found = self.set_of(map(replica_of, self.names(disks)))
-            if len(known) < MAX_SHARED:
-                known[disks] = found
-        return sources & ~disks | found
-
     def shared(self, peers: int) -> int:
         """The same set as one object: with a thousand peers, each takes 160 bytes."""
         if len(self._shared) >= MAX_SHARED:
@@ -117,15 +93,10 @@ class PeerSets:
     def forget(self, peers: Iterable[str]) -> None:
         """They have left, and no set has them any more."""
         gone = self.set_of(peers)
-        self._changed()
-        self.disks &= ~gone
+        self.version += 1
         for peer in peers:
             self._free.append(self._numbers.pop(peer))
         self._shared = {held: held for held in self._shared if not held & gone}
-
-    def _changed(self) -> None:
-        self.version += 1
-        self._replicas = {}
 
 
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
@@ -161,13 +132,13 @@ class Mirror:
     # -- reading ------------------------------------------------------------------------------
 
     def usable_set(self, key: bytes) -> int:
-        """The sources that `key` can be fetched from."""
+        """The peers that `key` can be fetched from."""
         short = key[_SHORT]
         return self._shards[short[0]].get(short, 0) & self._usable
 
     def usable_run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        """The number of leading `keys` that one source of the set `among` can send, and the set of
-        sources that can send all of them: `among` if the number is 0. Quicker than key by key."""
+        """The number of leading `keys` that one peer of the set `among` can send, and the set of
+        peers that can send all of them: `among` if the number is 0. Quicker than key by key."""
         shards, common = self._shards, among & self._usable
         for count, key in enumerate(keys):
             short = key[_SHORT]
@@ -178,15 +149,9 @@ class Mirror:
         return len(keys), common if keys else among
 
     def full_set(self, key: bytes) -> int:
-        """The peers that hold `key` in a pool or on a disk, even if nothing can be fetched from
-        them."""
+        """The peers that hold `key`, even if nothing can be fetched from them."""
         short = key[_SHORT]
-        return self.sets.replicas(self._shards[short[0]].get(short, 0))
-
-    def pool_set(self, key: bytes) -> int:
-        """Like `full_set`, without disks."""
-        short = key[_SHORT]
-        return self._shards[short[0]].get(short, 0) & ~self.sets.disks
+        return self._shards[short[0]].get(short, 0)
 
     def holders(self, key: bytes) -> tuple[str, ...]:
         """`usable_set` by name, for people."""
@@ -196,9 +161,8 @@ class Mirror:
         """The address of a peer's actor; None if it is not a member."""
         return self._members.get(incarnation)
 
-    def is_usable(self, source: str) -> bool:
-        """True if chunks can be fetched from `source`, provided that it holds any."""
-        peer = replica_of(source)
+    def is_usable(self, peer: str) -> bool:
+        """True if chunks can be fetched from `peer`, provided that it holds any."""
         trusted = self._trusted is None or peer in self._trusted
         return self.enabled and trusted and peer in self.serving
 
@@ -261,11 +225,11 @@ class Mirror:
         for change in update.changes:
             if change.incarnation != self._incarnation:
                 if change.replaces and change.incarnation in listed:
-                    held = self.sets.set_of(_sources(change.incarnation))
+                    held = self.sets.set_of((change.incarnation,))
                     yield from self._remove_all(shards, ~held)
                 listed.add(change.incarnation)
                 yield from self._apply(shards, change, update.key_bytes)
-        left = {each for each in self.sets.peers if replica_of(each) not in self._members}
+        left = self.sets.peers - self._members.keys()
         if left:
             yield from self._forget(shards, left)
         old, self._shards = self._shards, shards
@@ -285,18 +249,17 @@ class Mirror:
         self.serving = frozenset(peer.incarnation for peer in peers if peer.serves)
         self.eldest = next(iter(self._roster), "")
 
-    def record_stale(self, key: bytes, source: str, sequence: int) -> None:
-        """Remove an entry: `source` does not hold `key`, and had published up to `sequence`.
+    def record_stale(self, key: bytes, peer: str, sequence: int) -> None:
+        """Remove an entry: `peer` does not hold `key`, and had published up to `sequence`.
 
         Publications up to `sequence` that arrive later do not bring it back, later ones do. If a
         later one has been applied already, it is newer than the answer, and the entry stays.
         """
-        peer = replica_of(source)
         if sequence < self._applied.get(peer, 0) or peer not in self._members:
             return
         short = key[_SHORT]
-        self._remove(self._shards, ~self.sets.set_of((source,)), (short,))
-        stale = self._stale.setdefault(source, {})
+        self._remove(self._shards, ~self.sets.set_of((peer,)), (short,))
+        stale = self._stale.setdefault(peer, {})
         stale[short] = sequence
         if len(stale) > MAX_STALE:
             del stale[next(iter(stale))]
@@ -316,24 +279,22 @@ class Mirror:
 
     def _set_usable(self) -> None:
         usable = self.serving if self._trusted is None else self.serving & self._trusted
-        sources = chain.from_iterable(map(_sources, usable))
-        self._usable = self.sets.set_of(sources) if self.enabled else 0
+        self._usable = self.sets.set_of(usable) if self.enabled else 0
 
     def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[int]:
         incarnation, sequence = change.incarnation, change.sequence
-        for source, keys in _by_source(incarnation, _pieces(change.removed, key_bytes)):
-            self._remove(shards, ~self.sets.bit(source), keys)
+        for keys in _pieces(change.removed, key_bytes):
+            self._remove(shards, ~self.sets.bit(incarnation), keys)
             yield len(keys)
-        for source, keys in _by_source(incarnation, _pieces(change.added, key_bytes)):
-            if stale := self._stale.get(source):
+        for keys in _pieces(change.added, key_bytes):
+            if stale := self._stale.get(incarnation):
                 keys = [key for key in keys if stale.get(key, -1) < sequence]
-            self._add(shards, self.sets.bit(source), keys)
+            self._add(shards, self.sets.bit(incarnation), keys)
             yield len(keys)
         self._applied[incarnation] = sequence
-        for source in _sources(incarnation):
-            if stale := self._stale.get(source):
-                # Publications arrive in order: older ones than this no longer come.
-                self._stale[source] = {key: n for key, n in stale.items() if n >= sequence}
+        if stale := self._stale.get(incarnation):
+            # Publications arrive in order: older ones than this no longer come.
+            self._stale[incarnation] = {key: n for key, n in stale.items() if n >= sequence}
 
     def _add(self, shards: _Shards, bit: int, keys: Iterable[bytes]) -> None:
         wider: dict[int, int] = {}
@@ -399,23 +360,6 @@ def _free_latest(shards: _Shards) -> int:
     """Free the latest two keys of each shard; returns how many. To free all keys at once would take
     long, and shard by shard, all of the memory would go back to the system with the last one."""
     return sum(1 for shard in 2 * shards if shard and shard.popitem())
-
-
-def _sources(incarnation: str) -> tuple[str, str]:
-    return incarnation, incarnation + DISK_SUFFIX
-
-
-def _by_source(
-    incarnation: str, pieces: Iterable[list[bytes]]
-) -> Iterator[tuple[str, list[bytes]]]:
-    """Pairs of a source, the replica's pool or its disk, and the chunks that it has."""
-    for keys in pieces:
-        saved = [pool_key(key) for key in keys if is_saved(key)]
-        if len(saved) < len(keys):
-            pooled = [key for key in keys if not is_saved(key)] if saved else keys
-            yield incarnation, pooled
-        if saved:
-            yield incarnation + DISK_SUFFIX, saved
 
 
 def _pieces(packed: bytes, key_bytes: int) -> Iterator[list[bytes]]:

@@ -249,7 +249,6 @@ class Inside:
             "quarantined": counts.quarantined,
             "grants": len(self.replica.donor.grants),
             "held": {key for key, row in rows if row is not None},
-            "saved": {*self._disk.index},
             "wrong_rows": sum(
                 self.region.row(row.slot).tobytes() != row_content(key, weights).tobytes()
                 for key, row in rows

@@ -17,7 +17,7 @@ from tests.chaos.node import Node
 from tests.chaos.report import Leaks
 from tests.faults import Order
 from tests.harness.processes import is_transfer, mapped_regions
-from xinference_xavier.protocol.tracker import DISK_SUFFIX, SHORT_KEY
+from xinference_xavier.protocol.tracker import SHORT_KEY
 from xinference_xavier.transfer.transports.gloo import MAX_WITHDRAWN
 
 REST_TIME = 20.0
@@ -149,9 +149,8 @@ def _about_mirrors(audits: dict[str, Any]) -> list[str]:
     for incarnation, audit in audits.items():
         holders: dict[bytes, list[str]] = {}
         for other in sorted(set(audits) - {incarnation}):
-            for source, keys in (("", "held"), (DISK_SUFFIX, "saved")):
-                for key in audits[other][keys]:
-                    holders.setdefault(key, []).append(other + source)
+            for key in audits[other]["held"]:
+                holders.setdefault(key, []).append(other)
         right = {key[-SHORT_KEY:]: those for key, those in holders.items()}
         wrong = sum(
             right.get(key) != audit["mirror"].get(key) for key in right.keys() | audit["mirror"]

@@ -18,7 +18,6 @@ from tests.engine.scheduling import (
 )
 from xinference_xavier.engine.costs import RETRY_AFTER
 from xinference_xavier.engine.keys import Group, Layout
-from xinference_xavier.protocol.tracker import replica_of, saved_key
 
 PREFILL = 1000.0
 """Tokens per second; a chunk takes 0.128 s."""
@@ -36,12 +35,7 @@ class Engine(Scheduling):
         """A request for `count` new chunks, all of which each of `peers` holds."""
         self._prompts += 1
         keys = chunks(f"prompt {self._prompts}", count)
-        self.tier.peers_hold(
-            **{
-                replica_of(each): keys if replica_of(each) == each else map(saved_key, keys)
-                for each in peers
-            }
-        )
+        self.tier.peers_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
 
     def learn(self, overhead: float, per_row: float, peers: Iterable[str] = "a") -> None:
@@ -112,38 +106,6 @@ def test_a_fast_disk_is_preferred_to_a_slow_peer() -> None:
     vllm.learn(0.0, 0.001, ["disk"])
     vllm.attempt(vllm.ask(40, disk=40, a=40))
     assert vllm.tier.fetches[-1].source == "disk"
-
-
-class TestDiskOfAPeer:
-    def hold(self, vllm: Engine, pool: int, disk: int) -> Request:
-        """A request for 40 chunks: "a" has the first ones in its pool, "b" on its disk."""
-        keys = chunks("prompt", 40)
-        vllm.tier.peers_hold(a=keys[:pool], b=map(saved_key, keys[:disk]))
-        return vllm.arrive("r", keys)
-
-    @pytest.mark.parametrize(
-        ("pool", "disk", "source"), [(40, 40, "a"), (20, 40, "b/disk"), (40, 20, "a")]
-    )
-    def test_is_asked_for_what_no_pool_has(self, pool: int, disk: int, source: str) -> None:
-        vllm = Engine()
-        vllm.learn(0.0, 0.01)
-        assert vllm.attempt(self.hold(vllm, pool, disk)) is None
-        fetch = vllm.tier.fetches[-1]
-        assert (fetch.source, len(fetch.rows)) == (source, 40)
-
-    def test_that_is_slow_does_not_hide_a_pool(self) -> None:
-        vllm = Engine()
-        vllm.learn(0.0, 0.01)
-        vllm.learn(0.0, 1.0, ["b/disk"])
-        assert vllm.attempt(self.hold(vllm, 20, 40)) is None
-        fetch = vllm.tier.fetches[-1]
-        assert (fetch.source, len(fetch.rows)) == ("a", 20)
-
-    def test_is_not_where_its_rows_come_from(self) -> None:
-        """What is wrong in them is the fault of its replica."""
-        vllm = Engine()
-        vllm.attempt(self.hold(vllm, 0, 40))
-        assert {row.origin for row in vllm.tier.fetches[-1].rows} == {"b"}
 
 
 def test_only_chunks_that_arrive_in_time_are_fetched() -> None:

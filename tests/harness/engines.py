@@ -299,7 +299,7 @@ class Fleet:
             replicas = self.replicas()
             members = [Member(name, replicas[name]["address"]) for name in names]
             self._loop.run(flush_all(members))  # again: recent chunks are still being stored
-            return all(_offers_no_pool(self.replicas()[name]) for name in names)
+            return not any(self.replicas()[name]["holdings"] for name in names)
 
         time.sleep(SETTLE)
         self._wait(are_empty, "the pools are empty")
@@ -348,10 +348,6 @@ class Fleet:
             return None
         options = {"pool_bytes": POOL_BYTES, "chunk_tokens": CHUNK, **kind.options}
         return XavierConfig(MODEL, self.tracker.address, transport=kind.transport, **options)
-
-
-def _offers_no_pool(replica: Mapping[str, Any]) -> bool:
-    return bool(replica["holdings"] <= replica["stats"].get("disk", {}).get("rows", 0))
 
 
 # -- in the engine's process ------------------------------------------------------------------

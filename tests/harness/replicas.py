@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,9 +32,8 @@ from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
-from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.inspect import Chunked
-from xinference_xavier.replica.peer_tier import DiskTier, PeerTier
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Engine, Replica
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -141,18 +139,14 @@ class _Inside:
         logging.getLogger("xinference_xavier").setLevel(logging.INFO)
         self.region = Region.create(rows, row_bytes)
         self.pool = Pool(rows)
-        config, mirror, disk = XavierConfig(**options), Mirror(name), None
-        if config.disk is not None:
-            disk = Disk(Path(config.disk) / name, config.disk_bytes, MODEL, self.region, self.pool)
         self.replica = Replica(
-            config,
+            XavierConfig(**options),
             engine=self.engine,
-            tier=DiskTier(self.pool, mirror, disk) if disk else PeerTier(self.pool, mirror),
+            tier=PeerTier(self.pool, Mirror(name)),
             incarnation=name,
             namespace=namespace,
             key_bytes=KEY_BYTES,
             region=self.region,
-            disk=disk,
             fingerprint_fields=fingerprint_fields,
         )
         self.fetching: Fetch | None = None

@@ -9,7 +9,7 @@ import pytest
 
 from xinference_xavier import mirror as module
 from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror, PeerSets
-from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack, saved_key
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 
 KEY = b"key1"
 OTHER = b"key2"
@@ -154,60 +154,6 @@ def test_clearing_keeps_the_switch(mirror: Mirror) -> None:
     mirror.clear()
     assert (len(mirror), mirror.epoch, mirror.revision, mirror.enabled) == (0, "", 0, False)
     assert mirror.peers == frozenset()
-
-
-class TestDisks:
-    """What is on a peer's disk is held by a source of its own."""
-
-    def test_a_chunk_may_be_in_a_pool_and_on_a_disk(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, KEY, saved_key(KEY), saved_key(OTHER)), adds("b", 1, KEY)))
-        assert mirror.holders(KEY) == ("a", "a/disk", "b")
-        assert mirror.holders(OTHER) == ("a/disk",)
-        assert len(mirror) == 2
-
-    def test_the_replicas_of_a_set_have_it_in_either(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, saved_key(KEY)), adds("b", 1, KEY)))
-        a, b = mirror.sets.bit("a"), mirror.sets.bit("b")
-        assert mirror.full_set(KEY) == a | b
-        assert mirror.pool_set(KEY) == b
-
-    def test_a_number_that_is_used_again_means_another_replica(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, saved_key(KEY)), adds("b", 1, saved_key(OTHER))))
-        assert mirror.sets.names(mirror.full_set(KEY)) == ["a"]
-        mirror.apply(update(revision=2, left=("a",), members=(Member("c", "h:3"),)))
-        mirror.apply(update(adds("c", 1, OTHER, saved_key(KEY)), revision=3, members=()))
-        assert mirror.sets.names(mirror.full_set(KEY)) == ["c"]
-        assert mirror.sets.names(mirror.pool_set(OTHER)) == ["c"]
-
-    def test_a_withdrawal_is_of_the_pool_or_of_the_disk(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, KEY, saved_key(KEY))))
-        mirror.apply(update(removes("a", 2, KEY), revision=2))
-        assert mirror.holders(KEY) == ("a/disk",)
-        mirror.apply(update(removes("a", 3, saved_key(KEY)), revision=3))
-        assert mirror.holders(KEY) == ()
-
-    def test_a_replacement_replaces_both(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, KEY, saved_key(KEY))))
-        mirror.apply(update(replaces("a", 2, saved_key(OTHER)), revision=2))
-        assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("a/disk",))
-
-    def test_only_those_of_trusted_peers_that_serve_are_usable(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, saved_key(KEY)), adds("b", 1, saved_key(KEY))))
-        mirror.trust(frozenset("b"))
-        assert mirror.holders(KEY) == ("b/disk",)
-        assert (mirror.is_usable("a/disk"), mirror.is_usable("b/disk")) == (False, True)
-
-    def test_leave_with_their_replicas(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, saved_key(KEY))))
-        mirror.apply(update(revision=2, members=(), left=("a",)))
-        assert (len(mirror), mirror.sets.disks, mirror.full_set(KEY)) == (0, 0, 0)
-
-    def test_a_stale_entry_of_one_is_none_of_the_other(self, mirror: Mirror) -> None:
-        mirror.apply(update(adds("a", 1, KEY, saved_key(KEY))))
-        mirror.record_stale(KEY, "a/disk", 1)
-        assert mirror.holders(KEY) == ("a",)
-        mirror.apply(update(adds("a", 2, saved_key(KEY)), revision=2))
-        assert mirror.holders(KEY) == ("a", "a/disk")
 
 
 class TestStaleEntries:

@@ -7,12 +7,9 @@ import pytest
 
 from xinference_xavier.protocol.tracker import (
     MAX_QUESTION_BYTES,
-    is_saved,
     pack,
     pack_question,
-    pool_key,
     replica_name,
-    saved_key,
     unpack,
     unpack_question,
     without_rank,
@@ -25,14 +22,6 @@ def test_unpacked_keys_are_those_that_were_packed_in_order() -> None:
     assert unpack(pack([]), 4) == []
     with pytest.raises(ValueError, match="not a multiple of key length 5"):
         unpack(pack(keys), 5)
-
-
-@pytest.mark.parametrize("key", [b"k", b"key1", bytes(range(32)) + b"\0\0\0\2"])
-def test_a_saved_key_is_another_one_of_the_same_chunk(key: bytes) -> None:
-    """Whatever its length: a peer's request may have any."""
-    saved = saved_key(key)
-    assert (is_saved(key), is_saved(saved), len(saved)) == (False, True, len(key))
-    assert pool_key(saved) == pool_key(key) == key
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ from xinference_xavier.disk import Store, folder_of, summaries
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row, flush
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import DISK, FetchState
+from xinference_xavier.pool.tier import DISK, Fetch, FetchState
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica import disk as module
 from xinference_xavier.replica.canary import Difference, Sketch
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
-from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import DiskTier
@@ -104,14 +104,14 @@ class Life:
 
     def begin(
         self, keys: Sequence[bytes], seconds: float = NEVER
-    ) -> tuple[PeerFetch, asyncio.Future[None]]:
+    ) -> tuple[Fetch, asyncio.Future[None]]:
         rows = self.pool.reserve(keys).rows
         for row in rows:
             row.origin = DISK
-        fetch = PeerFetch(DISK, rows, time.monotonic() + seconds)
+        fetch = Fetch(DISK, rows, time.monotonic() + seconds)
         return fetch, self.fetcher.start(fetch)
 
-    async def fetch(self, keys: Sequence[bytes]) -> PeerFetch:
+    async def fetch(self, keys: Sequence[bytes]) -> Fetch:
         fetch, fetching = self.begin(keys)
         await fetching
         return fetch
@@ -124,17 +124,6 @@ class Life:
         rows = [row for row in map(self.pool.lookup, keys) if row is not None]
         right = (np.array_equal(self.region.row(r.slot), content(r.key, ROW_BYTES)) for r in rows)
         return len(rows) == len(keys) and all(right)
-
-    async def offers(self) -> tuple[list[bytes], list[bytes]]:
-        """The next change of what is offered to peers."""
-        seen: list[tuple[list[bytes], list[bytes]]] = []
-
-        def changed() -> bool:
-            seen.append(self.disk.take_changes())
-            return any(seen[-1])
-
-        await self.until(changed)
-        return seen[-1]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(NEVER):
@@ -174,50 +163,6 @@ async def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> N
         counts = again.fetcher.counts
         assert counts.fetches.by_transport[DISK].bytes.sum == 5 * ROW_BYTES
         assert counts.rows == 0, "nothing came from a peer"
-
-
-async def test_what_can_be_read_is_offered(tmp_path: Path) -> None:
-    keys = fresh_keys(3)
-    async with life(tmp_path) as replica:
-        assert replica.disk.offered() == []
-        await replica.save(keys)
-        assert await replica.offers() == (keys, [])
-        assert replica.disk.take_changes() == ([], [])
-        replica.disk.reset()
-        assert replica.disk.take_changes() == ([], keys)
-    async with life(tmp_path) as again:
-        assert await again.offers() == (keys, [])
-        assert again.disk.offered() == keys
-
-
-async def test_what_was_away_for_a_moment_is_offered_again(tmp_path: Path) -> None:
-    """A peer that asked meanwhile expects it only after a later publication."""
-    keys = fresh_keys(3)
-    async with life(tmp_path) as replica:
-        await replica.save(keys)
-        assert await replica.offers() == (keys, [])
-        replica.disk.reset()
-        replica.disk.move(replica.namespace.lasting)
-        replica.disk.probed(b"canary", CANARY)
-        await replica.until(lambda: len(replica.disk.index) == 3)
-        await replica.until(lambda: all(replica.disk._changes.values()))
-        assert replica.disk.take_changes() == (keys, [])
-
-
-async def test_of_very_much_a_part_is_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_OFFERED", 3)
-    first, second = fresh_keys(2), fresh_keys(2)
-    async with life(tmp_path, slots=4) as replica:
-        await replica.save(first)
-        assert await replica.offers() == (first, [])
-        await replica.save(second)
-        assert await replica.offers() == (second[:1], [])
-        assert replica.disk.offered() == [first[1], *second], "the latest"
-        last = fresh_keys(2)
-        await replica.save(last)  # in the places of the first
-        assert await replica.offers() == (last[:1], first[1:])
 
 
 async def test_what_was_used_once_is_not_saved(tmp_path: Path) -> None:

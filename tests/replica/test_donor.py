@@ -119,7 +119,7 @@ def test_what_is_not_granted_is_counted_and_pins_nothing(
 ) -> None:
     """Here the donor has no transfer process, and trusts one consumer."""
     down: Any = SimpleNamespace(endpoint=None, ready=False)
-    donor = Donor(pool, down, LIFETIME, is_saved=lambda _: False)
+    donor = Donor(pool, down, LIFETIME)
     with pytest.raises((LinkError, GrantRefusedError), match=reason):
         donor.grant(request_, namespace=namespace, sequence=1, trusts={"consumer"}.__contains__)
     assert (pinned(pool), donor.refused) == (0, 1)

@@ -20,8 +20,9 @@ from tests.harness.replicas import (
 )
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, PullOrder, PullResult, Ticket
-from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
 
 ROWS = 8
@@ -232,7 +233,7 @@ class Fetching:
     def fetch(self) -> asyncio.Future[None]:
         rows = self.pool.reserve([b"key"], redundant=None).rows
         deadline = asyncio.get_running_loop().time() + 60.0
-        return self.fetcher.start(PeerFetch("donor", rows, deadline))
+        return self.fetcher.start(Fetch("donor", rows, deadline))
 
     async def _grant(self, request: GrantRequest) -> Grant:
         count = len(request.keys)

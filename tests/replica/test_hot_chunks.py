@@ -24,11 +24,11 @@ from tests.harness.replicas import (
     wait_until_known,
 )
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.transfer import HotChunks
 from xinference_xavier.replica import hot_chunks as module
-from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import BATCH, Answer, RecentPrompts, chosen, copy_rows
 
 ROWS = 64
@@ -52,7 +52,7 @@ class Granting:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    async def start(self, fetch: PeerFetch) -> None:
+    async def start(self, fetch: Fetch) -> None:
         fetch.committed = [row for row in fetch.rows if self.pool.commit(row, pins=1)]
         fetch.state = FetchState.COMMITTED
 

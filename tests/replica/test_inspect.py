@@ -12,7 +12,7 @@ import xoscar as xo
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack, saved_key
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, Explainer, self_check
 from xinference_xavier.runtime.addresses import replica_uid
 
@@ -25,14 +25,13 @@ def key(place: int, group: int = 0) -> bytes:
 
 
 def explain(own: str, *, groups: int = 1, **peers: str) -> dict[str, Any]:
-    """Each text marks which of 8 whole chunks a replica has in its pool ("x") or only on its disk
-    ("d")."""
+    """Each text marks which of 8 whole chunks a replica has in its pool ("x"); "d" in `own` only on
+    its disk."""
     pool, mirror = Pool(20), Mirror("own")
     for row in pool.reserve(keys_at(own, "x")).rows:
         pool.commit(row)
     changes = tuple(
-        Change(name, 1, pack(keys_at(held, "x") + saved_keys_at(held)), b"", True)
-        for name, held in peers.items()
+        Change(name, 1, pack(keys_at(held, "x")), b"", True) for name, held in peers.items()
     )
     members = tuple(Member(name, "host:1") for name in peers)
     mirror.apply(Update(1, "epoch", True, Settings(), 5, members, changes))
@@ -52,16 +51,14 @@ def keys_at(held: str, mark: str) -> list[bytes]:
     return [key(place) for place, each in enumerate(held) if each == mark]
 
 
-def saved_keys_at(held: str) -> list[bytes]:
-    return [saved_key(each) for each in keys_at(held, "d")]
 
 
 def test_each_chunk_names_its_holders() -> None:
-    answer = explain("x-------", peer="xd------")
+    answer = explain("xd------", peer="xx------")
     assert (answer["prompt_tokens"], answer["chunk_tokens"]) == (PROMPT, CHUNK)
     assert answer["chunks"][:3] == [
         {"from": 0, "to": 10, "replicas": {"own": "pool", "peer": "pool"}},
-        {"from": 10, "to": 20, "replicas": {"own": "none", "peer": "disk"}},
+        {"from": 10, "to": 20, "replicas": {"own": "disk", "peer": "pool"}},
         {"from": 20, "to": 30, "replicas": {"own": "none", "peer": "none"}},
     ]
     assert len(answer["chunks"]) == 8

@@ -163,8 +163,9 @@ def test_a_reset_ends_sharing_before_it_frees_rows_and_until_the_replica_is_alon
         canary=loop.background.canary,
         _namespace=namespace,
         _client=loop.background.client,
+        _disk=None,
     )
-    grants_in = partial(Replica._grant, replica, None)
+    grants_in = partial(Replica.grant, replica, None)
     assert grants_in() == "namespace"
     loop.tier.reset()
     assert (sharing, grants_in()) == ([False], None)
@@ -172,6 +173,23 @@ def test_a_reset_ends_sharing_before_it_frees_rows_and_until_the_replica_is_alon
     assert namespace.current.startswith("namespace+")
     assert loop.calls == ["comparisons are void", namespace.current]
     assert (loop.tier.sharing, grants_in()) == (True, namespace.current)
+
+
+def test_what_a_peer_gets_counts_as_used(loop: Loop) -> None:
+    """The disk saves what was used twice."""
+    used: list[bytes] = []
+    replica: Any = SimpleNamespace(
+        tier=loop.tier,
+        mirror=loop.mirror,
+        donor=SimpleNamespace(grant=lambda request, **_: SimpleNamespace(checksums=(1, 2))),
+        canary=loop.background.canary,
+        _namespace=loop.background.namespace,
+        _client=loop.background.client,
+        _disk=SimpleNamespace(used=used.extend),
+    )
+    request: Any = SimpleNamespace(keys=(b"first", b"second", b"not held"))
+    Replica.grant(replica, request)
+    assert used == [b"first", b"second"]
 
 
 def test_a_chunk_that_is_stored_again_is_withdrawn_before_it_is_offered(loop: Loop) -> None:

@@ -8,15 +8,6 @@ import pytest
 from hypothesis import given, settings
 
 from tests.routing.holdings import Held
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.protocol.tracker import (
-    Change,
-    Member,
-    Settings,
-    Update,
-    pack,
-    saved_key,
-)
 from xinference_xavier.routing.choice import (
     Choice,
     Chunks,
@@ -174,19 +165,6 @@ def test_runs_are_those_of_a_count_one_by_one(
     runs, fetchable = held_runs(index, lambda key: expected.get(key, 0), KEYS, count)
     assert runs.tolist() == [_run(held[number] | soon[number]) for number in range(count)]
     assert fetchable == max(map(_run, held))
-
-
-def test_what_a_replica_can_read_from_its_disk_counts_as_held() -> None:
-    keys = [bytes([number]) + bytes(11) for number in range(10)]
-    index = Mirror("")
-    members = (Member("a", "h:1"), Member("b", "h:2"))
-    saved = Change("b", 1, pack([*keys[:2], *map(saved_key, keys[2:6])]), b"", True)
-    index.apply(Update(1, "epoch", True, Settings(), 12, members, (saved,)))
-    runs, fetchable = held_runs(index, lambda _: 0, keys, index.sets.size)
-    numbers = {name: index.sets.set_of((name,)).bit_length() - 1 for name in ("b", "b/disk")}
-    assert runs[numbers["b"]] == 6
-    assert runs[numbers["b/disk"]] == 0, "no request is sent to a disk"
-    assert fetchable == 2, "one source has to have all of it"
 
 
 def _run(held: set[int]) -> int:

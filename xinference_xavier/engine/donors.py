@@ -103,8 +103,8 @@ class DonorSelection:
         if is_long and (fast or not donors):
             fast = fast[: self._count_donors(fast, len(keys), busy)]
             return FetchPlan(fast, keys, self.prefill_seconds(start, end))
-        if self._tier.set_of(donors) & self._tier.disks:  # peers may have less, but faster
-            return self.plan(request, deadline, now, without=self._tier.disks)
+        if self._tier.set_of(donors) & self._tier.host_disk:  # peers may have less, but faster
+            return self.plan(request, deadline, now, without=self._tier.host_disk)
         if is_long:
             self._cost_model.decisions.computed += not request.counted.computes
             request.counted.computes = True
@@ -124,7 +124,7 @@ class DonorSelection:
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
         """False if even all chunks of the prompt are predicted to be computed faster."""
-        holders = self._tier.holders(key) & ~self._tier.disks
+        holders = self._tier.holders(key) & ~self._tier.host_disk
         if not holders:
             return True
         groups = self._sorted_groups(request)
@@ -137,8 +137,7 @@ class DonorSelection:
 
     def _ranked(self, holders: int, rows: int, busy: Mapping[str, int], now: float) -> list[str]:
         """Donors to choose from: the fastest first; among equals the least busy, then any, to
-        spread the load. Disks of peers only if nobody else has the chunks."""
-        holders = holders & ~self._tier.peer_disks or holders
+        spread the load."""
         measured = self._tier.sources(holders & self._tier.set_of(self._cost_model.measured(now)))
         donors = measured
         if len(measured) < _ENOUGH:

@@ -27,7 +27,7 @@ from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool, Reservation
 from xinference_xavier.pool.tier import Claim, Fetch, Tier
 from xinference_xavier.protocol.load import mark_of
-from xinference_xavier.protocol.tracker import GROUP, replica_of
+from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.stats.schema import WaitCounts
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
@@ -227,7 +227,7 @@ class TierLookup:
             for part, donor in enumerate(plan.donors[:parts]):
                 share = rows[handed_over : len(rows) * (part + 1) // parts]
                 for row in share:
-                    row.origin, row.replicated_from = replica_of(donor), donor
+                    row.origin = row.replicated_from = donor
                 deadline = min(latest, now + self._cost_model.patience(donor, len(share), now))
                 handed_over += len(share)
                 fetch = self._tier.submit_load(donor, share, deadline)
@@ -304,6 +304,6 @@ class TierLookup:
         return self._is_at_peer(key) or self._pool.lookup(key) is not None
 
     def _is_at_peer(self, key: bytes) -> bool:
-        """Whether a peer holds the chunk in its pool. What disks hold tells nothing of what peers
-        are computing."""
-        return bool(self._tier.holders(key) & ~self._tier.disks)
+        """Whether a peer holds the chunk. What is on the host's disk does not say what peers are
+        computing."""
+        return bool(self._tier.holders(key) & ~self._tier.host_disk)

@@ -77,15 +77,9 @@ class Tier(ABC):
         sources that hold all of them: `among` if the number is 0."""
 
     @property
-    @abstractmethod
-    def peer_disks(self) -> int:
-        """The sources that are disks of peers: slower than any other, and only asked for what no
-        other has."""
-
-    @property
-    def disks(self) -> int:
-        """The sources that are disks, the host's own among them. Nobody computes for a disk."""
-        return self.set_of((DISK,)) | self.peer_disks
+    def host_disk(self) -> int:
+        """The set of the host's disk alone, empty without one. No replica computes for a disk."""
+        return self.set_of((DISK,))
 
     @property
     @abstractmethod

@@ -37,9 +37,6 @@ GROUP = slice(-4, None)
 """The part of a key that is the number of its KV-cache group."""
 SHORT_KEY = 12
 """Bytes at the end of a key by which mirrors know it: 64 bits of its hash, and its group."""
-DISK_SUFFIX = "/disk"
-"""The end of the name of a replica's disk, as a source of chunks beside the replica's pool."""
-_SAVED = 0x80  # in the first byte of the group
 
 
 class NotMemberError(LookupError):
@@ -288,29 +285,6 @@ def check_stats(stats: object) -> None:
     if not isinstance(stats, dict):
         raise ValueError(f"stats is {type(stats).__name__}, not a dictionary")
     check_json_size("stats", stats, MAX_STATS_BYTES)
-
-
-def saved_key(key: bytes) -> bytes:
-    """The key under which a replica publishes a chunk that is on its disk. It belongs to a group
-    whose number is too high for any model."""
-    group = key[GROUP]
-    return key[:-4] + bytes((group[0] | _SAVED,)) + group[1:]
-
-
-def is_saved(key: bytes) -> bool:
-    """True if `saved_key` made the key."""
-    return key[GROUP] >= bytes((_SAVED,))
-
-
-def pool_key(saved: bytes) -> bytes:
-    """The inverse of `saved_key`."""
-    group = saved[GROUP]
-    return saved[:-4] + bytes((group[0] & ~_SAVED,)) + group[1:]
-
-
-def replica_of(source: str) -> str:
-    """The incarnation whose pool or disk it is."""
-    return source.removesuffix(DISK_SUFFIX)
 
 
 def pack(keys: Iterable[bytes]) -> bytes:

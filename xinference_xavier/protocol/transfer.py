@@ -169,8 +169,7 @@ def _signature(key: bytes, consumer: str, slots: Sequence[int], expires: float) 
 
 
 class GrantRequest(NamedTuple):
-    """Asks a donor to keep the rows of these chunks for a consumer. Those under a `saved_key` are
-    on the donor's disk."""
+    """Asks a donor to keep the rows of these chunks for a consumer."""
 
     version: _Version
     namespace: Identifier

@@ -208,7 +208,7 @@ class Canary:
             new = (key for key in self._probes if not any((peer, key) in each for each in done))
             return next(new, None)
         bit = self._mirror.sets.set_of((peer,))
-        published = (key for key in reversed(self._own) if self._mirror.pool_set(key) & bit)
+        published = (key for key in reversed(self._own) if self._mirror.full_set(key) & bit)
         keys = itertools.chain(self._probes, published)
         return next((key for key in keys if (peer, key) not in self._tried), None)
 

@@ -58,8 +58,6 @@ READERS = 4
 """Threads that read."""
 REMEMBERED = 4
 """Chunks that were used once, for each row of the pool."""
-MAX_OFFERED = 100_000
-"""Chunks that peers are told of: the tracker lists so many for each replica, beside its pool's."""
 _MAX_WAITING = 1024  # rows to be read before more are refused
 _SHARE = 10  # the file system is so many times as large as the store, by default
 
@@ -105,8 +103,6 @@ class Disk:
         self._compared: dict[str, Sketch] = {}  # those of them that the store agrees with
         self._once: OrderedDict[bytes, None] = OrderedDict()  # chunks that one request had
         self._wanted: dict[bytes, None] = {}  # to be saved
-        self._offered: set[bytes] = set()
-        self._changes: dict[bytes, bool] = {}  # of what can be read
         self._touched: set[bytes] = set()
         self._void: set[tuple[bytes, int]] = set()
         self._open_at = self._save_at = self._clean_up_at = 0.0
@@ -180,28 +176,6 @@ class Disk:
         self.move(None)
         self._thread.shutdown()
         self._readers.shutdown()
-
-    # -- offered to peers -----------------------------------------------------------------------
-
-    def offered(self) -> list[bytes]:
-        """All chunks to offer from now on: what can be read, of very much the latest."""
-        latest = [*self.index][-MAX_OFFERED:]
-        self._changes, self._offered = {}, set(latest)
-        return latest
-
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """The chunks that are offered now, and those that no longer are, since the last call of
-        this or of `offered`. One that was away in between is among the former: peers may have
-        noticed."""
-        changes, self._changes = self._changes, {}
-        lost = [key for key, held in changes.items() if not held and key in self._offered]
-        self._offered.difference_update(lost)
-        new = []
-        for key, held in changes.items():
-            if held and (key in self._offered or len(self._offered) < MAX_OFFERED):
-                self._offered.add(key)
-                new.append(key)
-        return new, lost
 
     def report(self) -> DiskStats:
         return replace(self.stats, state=self.state.value, rows=len(self.index))
@@ -318,11 +292,9 @@ class Disk:
             void, self._void = self._void, void
             rows = self._pinned()
         try:
-            failure, changes = await self._call(self._update, store, touched, void, rows)
+            failure = await self._call(self._update, store, touched, void, rows)
         finally:
             self._pool.unpin(rows)
-        if store.index is self.index:
-            self._changes.update(changes)
         if failure is not None:
             self._cannot_write(failure)
         elif rows:
@@ -394,7 +366,6 @@ class Disk:
 
     def _withdraw(self) -> None:
         """Nothing can be read."""
-        self._changes.update(dict.fromkeys([*self.index], False))
         self.index = {}
         self._touched.clear()
         self._void.clear()
@@ -433,8 +404,8 @@ class Disk:
         touched: Iterable[bytes],
         void: Set[tuple[bytes, int]],
         rows: Sequence[Row],
-    ) -> tuple[Exception | None, dict[bytes, bool]]:
-        """Returns why not all could be written, and how the index changed."""
+    ) -> Exception | None:
+        """Returns why not all could be written."""
         failure = None
         try:
             if touched:
@@ -446,7 +417,7 @@ class Disk:
         except (OSError, sqlite3.OperationalError) as error:
             failure = error
         store.refresh()
-        return failure, store.take_changes()
+        return failure
 
     def _save(self, store: Store, rows: Sequence[Row]) -> None:
         written = []

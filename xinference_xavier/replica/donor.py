@@ -18,7 +18,6 @@ from typing import NamedTuple
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.tracker import is_saved, pool_key
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
 from xinference_xavier.replica.transfer_process import TransferProcess
 
@@ -63,19 +62,11 @@ class Checksums:
 
 
 class Donor:
-    """Grants at most half of `pool` at a time, each grant for `lifetime` seconds. `is_saved`
-    tells which chunks are on the host's disk."""
+    """Grants at most half of `pool` at a time, each grant for `lifetime` seconds."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        process: TransferProcess,
-        lifetime: float,
-        is_saved: Callable[[bytes], bool],
-    ) -> None:
+    def __init__(self, pool: Pool, process: TransferProcess, lifetime: float) -> None:
         self._pool = pool
         self._process = process
-        self._is_saved = is_saved
         self.grants = Grants(pool, max(1, pool.slots // 2), lifetime)
         self.refused = 0
 
@@ -104,33 +95,21 @@ class Donor:
                 raise GrantRefusedError("not compared")
             if endpoint is None or not self._process.ready:
                 raise GrantRefusedError("no transfer process")
-            keys = pool_keys(request)
-            record = self.grants.grant(request.consumer, keys, time.monotonic())
+            record = self.grants.grant(request.consumer, request.keys, time.monotonic())
         except (GrantRefusedError, LinkError):
             self.refused += 1
             raise
         slots = [row.slot for row in record.rows]
-        held = len(record.rows)
-        beyond = keys[held : held + 1]
+        beyond = request.keys[len(slots) : len(slots) + 1]
         return Grant(
             record.grant_id,
             checksums=tuple(row.checksum for row in record.rows if row.checksum is not None),
             ticket=self._process.sign(request.consumer, slots, record.expires),
             address=endpoint.address,
             host=endpoint.host,
-            more_is_held=any(
-                self._pool.lookup(key) is not None or (keys != request.keys and self._is_saved(key))
-                for key in beyond
-            ),
+            more_is_held=any(self._pool.lookup(key) is not None for key in beyond),
             sequence=sequence,
         )
-
-
-def pool_keys(request: GrantRequest) -> tuple[bytes, ...]:
-    """The chunks of a request by the keys that the pool has them under."""
-    if not (request.keys and is_saved(request.keys[0])):
-        return request.keys
-    return tuple(map(pool_key, request.keys))
 
 
 class GrantRecord(NamedTuple):

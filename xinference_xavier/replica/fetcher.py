@@ -19,7 +19,6 @@ from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import DISK, Fetch, FetchState
-from xinference_xavier.protocol.tracker import replica_of, saved_key
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
@@ -41,16 +40,6 @@ logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT = 2.0
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
-
-
-@dataclass(eq=False)
-class PeerFetch(Fetch):
-    """A fetch from a peer's pool or disk, or from the host's."""
-
-    @property
-    def donor(self) -> str:
-        """The peer's incarnation; DISK for our own disk."""
-        return replica_of(self.source)
 
 
 @dataclass
@@ -76,7 +65,7 @@ class Fetcher:
         canary: Canary,
         disk: Disk | None,
         arrived: Callable[[list[Row]], None],
-        rolled_back: Callable[[PeerFetch, str], None],
+        rolled_back: Callable[[Fetch, str], None],
     ) -> None:
         """The callbacks run on the background loop.
 
@@ -98,10 +87,10 @@ class Fetcher:
         self._conditions = RateLimitedLog(logger)
         self.counts = FetchCounts()
 
-    def start(self, fetch: PeerFetch) -> asyncio.Future[None]:
+    def start(self, fetch: Fetch) -> asyncio.Future[None]:
         """The future is done when the fetch has ended."""
         self.counts.fetches.started += 1
-        self.counts.in_flight[fetch.donor] += len(fetch.rows)
+        self.counts.in_flight[fetch.source] += len(fetch.rows)
         self._mirror.used(row.key for row in fetch.rows)
         return spawn(self._run(fetch))
 
@@ -110,7 +99,7 @@ class Fetcher:
         self._transports.pop(incarnation, None)
         self.counts.received.pop(incarnation, None)
 
-    async def _run(self, fetch: PeerFetch) -> None:
+    async def _run(self, fetch: Fetch) -> None:
         reason: str | None = "stopped"  # if the replica stops and cancels this task
         try:
             async with Rollback() as scope:
@@ -125,7 +114,7 @@ class Fetcher:
                 else:
                     grant = await self._grant(fetch)
                     if grant.grant_id:
-                        scope.undo(self._release, fetch.donor, grant.grant_id)
+                        scope.undo(self._release, fetch.source, grant.grant_id)
                     self._record_missing(fetch, grant)
                     if not grant.grant_id:
                         raise GrantRefusedError("not held")
@@ -134,55 +123,54 @@ class Fetcher:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
             if reason == "not compared":
-                self._canary.doubt(fetch.donor)
+                self._canary.doubt(fetch.source)
         except TimeoutError:
-            self._donors.pop(fetch.donor, None)
+            self._donors.pop(fetch.source, None)
             reason = "timeout"
         except (XavierError, *UNREACHABLE) as error:
-            self._donors.pop(fetch.donor, None)
+            self._donors.pop(fetch.source, None)
             self._conditions.warn(
-                fetch.donor, "fetch failed: donor=%s error=%r", fetch.donor, error
+                fetch.source, "fetch failed: donor=%s error=%r", fetch.source, error
             )
             reason = "donor unreachable"
         except Exception:  # the request must not wait for a fetch that is over
             self._conditions.warn(
-                "error", "fetch failed: donor=%s", fetch.donor, level=logging.ERROR, exc_info=True
+                "error", "fetch failed: donor=%s", fetch.source, level=logging.ERROR, exc_info=True
             )
             reason = "internal error"
         finally:  # after the rollback, so that no row is half done when the fetch ends
             self._finish(fetch, reason)
 
-    async def _grant(self, fetch: PeerFetch) -> Grant:
-        if not self._canary.trusts(fetch.donor):
+    async def _grant(self, fetch: Fetch) -> Grant:
+        if not self._canary.trusts(fetch.source):
             raise GrantRefusedError("not compared")
-        keys = (row.key for row in fetch.rows)
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,
             self._incarnation,
-            tuple(keys if fetch.source == fetch.donor else map(saved_key, keys)),
+            tuple(row.key for row in fetch.rows),
         )
         donor = await self._donor(fetch)
         granted = await within(fetch.deadline - time.monotonic(), donor.grant(request))
         return check_grant(granted, len(fetch.rows))
 
-    async def _donor(self, fetch: PeerFetch) -> xoscar.ActorRefType:
-        donor = self._donors.get(fetch.donor)
+    async def _donor(self, fetch: Fetch) -> xoscar.ActorRefType:
+        donor = self._donors.get(fetch.source)
         if donor is None:
-            address = self._mirror.address(fetch.donor)
+            address = self._mirror.address(fetch.source)
             if address is None:
                 raise GrantRefusedError("donor gone")
-            finding = xoscar.actor_ref(address, replica_uid(fetch.donor))
+            finding = xoscar.actor_ref(address, replica_uid(fetch.source))
             donor = await within(fetch.deadline - time.monotonic(), finding)
-            self._donors[fetch.donor] = donor
+            self._donors[fetch.source] = donor
         return donor
 
-    def _record_missing(self, fetch: PeerFetch, grant: Grant) -> None:
+    def _record_missing(self, fetch: Fetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
             self._mirror.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
-    async def _read(self, fetch: PeerFetch, parts: int) -> str | None:
+    async def _read(self, fetch: Fetch, parts: int) -> str | None:
         """Like `_pull`, from the disk."""
         fetch.transport = DISK
         if self._disk is None:
@@ -190,13 +178,13 @@ class Fetcher:
         checksums, reading = self._disk.read(fetch.rows)
         return await self._receive(fetch, checksums, reading, parts)
 
-    async def _pull(self, fetch: PeerFetch, grant: Grant, parts: int) -> str | None:
+    async def _pull(self, fetch: Fetch, grant: Grant, parts: int) -> str | None:
         """Returns why not all granted rows were committed; None if they were. Raises
         GrantRefusedError as `_receive`."""
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
-            fetch.donor,
+            fetch.source,
             grant.address,
             grant.host,
             grant.ticket,
@@ -205,11 +193,11 @@ class Fetcher:
             tuple(row.slot for row in rows),
             max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
         )
-        fetch.transport = self._transports.get(fetch.donor, "")
+        fetch.transport = self._transports.get(fetch.source, "")
         return await self._receive(fetch, grant.checksums, self._process.pull(order), parts)
 
     async def _receive(
-        self, fetch: PeerFetch, checksums: Sequence[int], work: Awaitable[PullResult], parts: int
+        self, fetch: Fetch, checksums: Sequence[int], work: Awaitable[PullResult], parts: int
     ) -> str | None:
         """Wait until the rows are there, or the deadline is over. Returns why not all of them were
         committed; None if they were. Raises GrantRefusedError if meanwhile we found that the source
@@ -228,11 +216,11 @@ class Fetcher:
         result = await pulling
         if result.transport is not None:
             fetch.transport = result.transport
-            if fetch.donor in self._donors:
-                self._transports[fetch.donor] = result.transport
+            if fetch.source in self._donors:
+                self._transports[fetch.source] = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
-        if self._differs(fetch.donor) or parts != self._namespace.parts:
+        if self._differs(fetch.source) or parts != self._namespace.parts:
             raise GrantRefusedError("not compared")
         reason = self._commit(fetch, checksums, result)
         if len(fetch.committed) == len(fetch.rows):
@@ -244,26 +232,26 @@ class Fetcher:
             return self._disk.state is DiskState.DIFFERS
         return donor in self._canary.differing
 
-    def _commit(self, fetch: PeerFetch, checksums: Sequence[int], result: PullResult) -> str | None:
+    def _commit(self, fetch: Fetch, checksums: Sequence[int], result: PullResult) -> str | None:
         verified = zip(fetch.rows[: result.verified], checksums, strict=False)
         fetch.committed = [
             row for row, checksum in verified if self.pool.commit(row, checksum, pins=1)
         ]
         if fetch.source != DISK:
             self.counts.rows += len(fetch.committed)
-        if fetch.donor in self._donors:
-            self.counts.received[fetch.donor] += len(fetch.committed)
+        if fetch.source in self._donors:
+            self.counts.received[fetch.source] += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
             return "reset"
         return result.reason
 
-    def _finish(self, fetch: PeerFetch, reason: str | None) -> None:
+    def _finish(self, fetch: Fetch, reason: str | None) -> None:
         if fetch.state is not FetchState.PENDING:
             return
-        self.counts.in_flight[fetch.donor] -= len(fetch.rows)
-        if not self.counts.in_flight[fetch.donor]:
-            del self.counts.in_flight[fetch.donor]
+        self.counts.in_flight[fetch.source] -= len(fetch.rows)
+        if not self.counts.in_flight[fetch.source]:
+            del self.counts.in_flight[fetch.source]
         fetch.reason = reason
         fetch.seconds = time.monotonic() - fetch.began
         self._measure(fetch)
@@ -277,7 +265,7 @@ class Fetcher:
             self._rolled_back(fetch, reason)
         fetch.ended.set()
 
-    def _measure(self, fetch: PeerFetch) -> None:
+    def _measure(self, fetch: Fetch) -> None:
         size = len(fetch.committed) * self._row_bytes
         stats = self.counts.fetches.by_transport.setdefault(fetch.transport, FetchStats())
         stats.ended(fetch.reason, fetch.seconds, size)

@@ -28,11 +28,11 @@ from typing import NamedTuple
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import MAX_DRAIN
 from xinference_xavier.pool.pool import PORTION, Pool, Row
-from xinference_xavier.pool.tier import FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
 from xinference_xavier.replica.canary import Canary
-from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -205,7 +205,7 @@ async def _copy_rows(
                 continue
             for row in rows:
                 row.origin = row.replicated_from = donor
-            fetch = PeerFetch(donor, rows, deadline)
+            fetch = Fetch(donor, rows, deadline)
             await fetcher.start(fetch)
             arrived += fetch.committed
             # A donor may grant less than it was asked for.

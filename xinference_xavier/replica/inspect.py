@@ -2,6 +2,7 @@
 and its links work (`self_check`).
 
 vLLM's own prefix cache is not looked at, and a chunk is there only if all its KV-cache groups are.
+Of peers, it knows the pools but not the disks.
 
 Threading: the replica's background loop. A check of a link may open it; later fetches use it.
 """
@@ -71,13 +72,10 @@ class Explainer:
     def explanation(self, chunked: Chunked) -> dict[str, Any]:
         """JSON-able; where each replica has each chunk: "pool", "disk" or "none"."""
         held = {self._incarnation: [self._own_place(keys) for keys in chunked.chunks]}
-        holders = [
-            (_common(self._mirror.pool_set, keys), _common(self._mirror.full_set, keys))
-            for keys in chunked.chunks
-        ]
+        holders = [_common(self._mirror.full_set, keys) for keys in chunked.chunks]
         for peer in sorted(self._mirror.peers):
             bit = self._mirror.sets.set_of((peer,))
-            held[peer] = [_place(pool & bit, anywhere & bit) for pool, anywhere in holders]
+            held[peer] = ["pool" if each & bit else "none" for each in holders]
         size = chunked.chunk_tokens
         return {
             "prompt_tokens": chunked.prompt_tokens,
@@ -95,11 +93,11 @@ class Explainer:
 
     def _own_place(self, keys: Sequence[bytes]) -> str:
         missing = [key for key in keys if self._pool.lookup(key) is None]
-        return _place(not missing, all(map(self._is_saved, missing)))
+        if not missing:
+            return "pool"
+        return "disk" if all(map(self._is_saved, missing)) else "none"
 
 
-def _place(in_pool: object, anywhere: object) -> str:
-    return "pool" if in_pool else "disk" if anywhere else "none"
 
 
 def _common(holders: Callable[[bytes], int], keys: Sequence[bytes]) -> int:

@@ -18,7 +18,7 @@ from xinference_xavier.pool.tier import DISK, Claim, Fetch, Tier
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Checksums
-from xinference_xavier.replica.fetcher import Fetcher, PeerFetch
+from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import MAX_QUEUED
 from xinference_xavier.replica.tracker_client import TrackerClient
@@ -170,10 +170,6 @@ class PeerTier(Tier):
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
         return self.mirror.usable_run(keys, among)
 
-    @property
-    def peer_disks(self) -> int:
-        return self.mirror.sets.disks
-
     def sources(self, holders: int) -> list[str]:
         return self.mirror.sets.names(holders)
 
@@ -198,7 +194,7 @@ class PeerTier(Tier):
 
     def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         if (background := self._background) is not None:
-            fetch = PeerFetch(source, rows, deadline)
+            fetch = Fetch(source, rows, deadline)
             if background.post_if_room(background.fetcher.start, fetch):
                 return fetch
         for row in rows:
@@ -255,10 +251,6 @@ class DiskTier(PeerTier):
         if max(count, saved) == 0:
             return 0, among
         return max(count, saved), (peers << 1) * (count >= saved) | (saved >= count)
-
-    @property
-    def peer_disks(self) -> int:
-        return super().peer_disks << 1
 
     def sources(self, holders: int) -> list[str]:
         return self.mirror.sets.names(holders >> 1) + [DISK] * (holders & 1)

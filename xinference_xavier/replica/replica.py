@@ -26,18 +26,17 @@ from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
-from xinference_xavier.protocol.tracker import replica_name, saved_key
+from xinference_xavier.protocol.tracker import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch
 from xinference_xavier.replica.disk import Disk
-from xinference_xavier.replica.donor import Checksums, Donor, pool_keys
+from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import (
     HandOver,
     Prompt,
     RecentPrompts,
     WarmJoin,
-    copy_rows,
 )
 from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
@@ -153,7 +152,7 @@ class Replica:
             key_bytes=key_bytes,
             locate=TrackerLocation(config).find,
             mirror=self.mirror,
-            holdings=self._holdings,
+            holdings=lambda: shared_keys(self._pool),
             stats=self.stats,
             load_reporter=LoadReporter(
                 engine.load,
@@ -185,7 +184,6 @@ class Replica:
             arrived=self._publish,
             rolled_back=self._events.rolled_back,
         )
-        self._disk_reads = asyncio.Lock()  # those for peers
         # Without xinference nothing holds requests back meanwhile.
         waits = config.replica is None or engine.sketch is None
         self.warm_join = WarmJoin(
@@ -199,7 +197,7 @@ class Replica:
             can_fetch=lambda: bool(self.mirror.epoch) and self._process.ready,
         )
         # A grant outlives the fetch that asked for it.
-        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout, self._is_saved)
+        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
         self._checksums = Checksums(region, self._pool, self._offer)
         self.kept = KeptPrefixes(
             self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
@@ -311,19 +309,8 @@ class Replica:
             await asyncio.sleep(_LINKS_INTERVAL)
             await self._process.close_links_except(self._members)
 
-    def _holdings(self) -> Iterable[bytes]:
-        saved = [] if self._disk is None else self._disk.offered()
-        return chain(shared_keys(self._pool), map(saved_key, saved))
-
     def _is_saved(self, key: bytes) -> bool:
         return self._disk is not None and key in self._disk.index
-
-    def _publish_saved(self) -> None:
-        if self._disk is not None:
-            new, lost = self._disk.take_changes()
-            self._client.publisher.enqueue(map(saved_key, lost), held=False)
-            if new:
-                self._client.publisher.enqueue(map(saved_key, new), held=True)
 
     def _offer(self, keys: list[bytes]) -> None:
         """The engine computed these chunks, and they may be shared from now on."""
@@ -341,7 +328,6 @@ class Replica:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
             self._background.withdraw_evicted()
-            self._publish_saved()
             self._client.publisher.flush()
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
@@ -396,30 +382,18 @@ class Replica:
 
     # -- asked by peers and the tracker -------------------------------------------------------
 
-    async def grant(self, request: GrantRequest) -> Grant:
+    def grant(self, request: GrantRequest) -> Grant:
         """Raises GrantRefusedError, LinkError."""
-        grant = self._grant(request)
-        keys, held = pool_keys(request), len(grant.checksums)
-        if keys != request.keys and held < len(keys):
-            deadline = time.monotonic() + self._config.fetch_timeout
-            try:
-                async with self._disk_reads:  # what another peer has just read is not read again
-                    await copy_rows(self._fetcher, DISK, [*keys[held:]], deadline)
-            finally:
-                self.donor.grants.release(grant.grant_id)
-            grant = self._grant(request)
-        if self._disk is not None:
-            self._disk.used(keys[: len(grant.checksums)])
-        return grant
-
-    def _grant(self, request: GrantRequest) -> Grant:
         shares = self.tier.sharing and self.mirror.enabled
-        return self.donor.grant(
+        grant = self.donor.grant(
             request,
             namespace=self._namespace.current if shares else None,
             sequence=self._client.publisher.last_sequence,
             trusts=self.canary.trusts,
         )
+        if self._disk is not None:
+            self._disk.used(request.keys[: len(grant.checksums)])
+        return grant
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""

@@ -36,7 +36,6 @@ from xinference_xavier.protocol.tracker import (
     NotMemberError,
     Outcome,
     pack,
-    replica_of,
 )
 from xinference_xavier.replica.canary import Difference
 
@@ -225,7 +224,7 @@ class EventReporter:
             FetchRolledBack(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
-                donor=replica_of(fetch.source),
+                donor=fetch.source,
                 reason=reason,
                 rows=len(fetch.rows),
                 committed=len(fetch.committed),

@@ -407,9 +407,7 @@ class ReplicaStatus(ReplicaStats):
     namespace: str
     serves: bool = True
     replica: str = ""
-    holdings: int = metric(
-        "published_chunks", "Chunks that the replica offers to peers, of its pool and of its disk."
-    )
+    holdings: int = metric("published_chunks", "Chunks that the replica offers to peers.")
     stale: bool = False
     draining: bool = False
     sequence: int = 0

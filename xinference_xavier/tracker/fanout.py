@@ -110,8 +110,9 @@ async def explain(namespaces: Namespaces, packed: bytes) -> dict[str, Any]:
         {"prompt_tokens": …, "context_tokens": …, "chunk_tokens": …,
          "chunks": [{"from": token, "to": token, "replicas": {incarnation: place}}, …]}
 
-    A place is "pool", "disk" or "none". If namespaces cut a prompt into different chunks, `chunks`
-    are those of the first that answered. Raises ExplainError if no replica can answer.
+    A place is "pool", "none" or, for the member that answers, "disk". If namespaces cut a prompt
+    into different chunks, `chunks` are those of the first that answered. Raises ExplainError if no
+    replica can answer.
     """
     answers = await asyncio.gather(
         *(_explain(namespace.index.leases(), packed) for _, namespace in namespaces.items())
