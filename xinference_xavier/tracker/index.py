@@ -69,9 +69,8 @@ class Index:
     """The holdings of one namespace's replicas.
 
     `lease` is in seconds. A member holds at most `max_keys` keys; further ones are not listed, and
-    counted in `dropped`. The log keeps at most `log_bytes`: by default
-    three disks that are published at once. A key of 36 bytes takes 116 to 150 bytes for each member
-    that holds it. `key_bytes` is the length of the members' keys.
+    counted in `dropped`. The log keeps at most `log_bytes`. A key of 36 bytes takes 116 to 150
+    bytes for each member that holds it. `key_bytes` is the length of the members' keys.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Index:
         *,
         lease: float = 10.0,
         max_keys: int = 250_000,
-        log_bytes: int = 16 << 20,
+        log_bytes: int = 4 << 20,
         settings: Settings = INITIAL_SETTINGS,
     ) -> None:
         self.lease = lease
