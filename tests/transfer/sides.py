@@ -83,24 +83,38 @@ class Side(NamedTuple):
     def checksum(self, slot: int) -> int:
         return Region.checksum(self.region, slot, KEYS[slot])
 
-    def order(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullOrder:
-        """An order for the rows in `slots` of `donor` into the same slots here."""
+    def order(
+        self,
+        donor: Side,
+        slots: Sequence[int],
+        *,
+        granted: Sequence[int] | None = None,
+        lifetime: float = PATIENCE,
+        **changes: Any,
+    ) -> PullOrder:
+        """An order for the rows that `donor` has `granted`, by default in the same slots. Slots
+        outside of its memory are counted around."""
+        granted = slots if granted is None else granted
+        rows = [slot % ROWS for slot in granted]
         order = PullOrder(
             donor=donor.name,
             address=donor.pool.external_address,
             host=donor.host,
-            ticket=donor.ticket(self, slots),
-            keys=tuple(KEYS[slot] for slot in slots),
-            checksums=tuple(donor.checksum(slot) for slot in slots),
+            ticket=donor.ticket(self, granted, lifetime),
+            keys=tuple(KEYS[slot] for slot in rows),
+            checksums=tuple(donor.checksum(slot) for slot in rows),
             slots=tuple(slots),
             timeout=PATIENCE,
         )
         return order._replace(**changes)
 
-    async def pull(self, donor: Side, slots: Sequence[int], **changes: Any) -> PullResult:
-        """The result of a pull, without its transport."""
-        result: PullResult = await self.actor.pull(self.order(donor, slots, **changes))
+    async def fetch(self, order: PullOrder) -> PullResult:
+        """The result without its transport."""
+        result: PullResult = await self.actor.pull(order)
         return result._replace(transport=None)
+
+    async def pull(self, donor: Side, slots: Sequence[int], **how: Any) -> PullResult:
+        return await self.fetch(self.order(donor, slots, **how))
 
     async def links(self) -> int:
         count: int = (await self.actor.stats())["links"]
