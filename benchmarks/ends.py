@@ -26,7 +26,6 @@ TRANSPORTS: dict[str, type[Transport]] = {
     transport.name: transport for transport in (GlooTransport, NixlTransport, SharedMemoryTransport)
 }
 TCP, MEMCPY = "tcp", "memcpy"
-_SECRET = b"benchmark"
 _PATIENCE = 120.0
 
 _memcpy = ctypes.CDLL(None).memcpy
@@ -63,12 +62,12 @@ class _Inside:
 
     def offer(self, name: str) -> bytes:
         transport = TRANSPORTS[name](self._region, HOST, None)
-        self._offers[name] = transport.offer(_SECRET, _later())
+        self._offers[name] = transport.offer(_later())
         return self._offers[name].hello
 
     def accept(self, name: str, hello: bytes) -> bytes:
         transport = TRANSPORTS[name](self._region, HOST, None)
-        half: Acceptance = transport.accept(hello, _SECRET, _later())
+        half: Acceptance = transport.accept(hello, _later())
         self._completing[name] = self._threads.submit(half.complete, _later())
         return half.answer
 

@@ -86,14 +86,11 @@ class _Faulty(Transport):
         self._inside = self.inner(region, host, port_range)
         self.host = self._inside.host
 
-    def offer(self, secret: bytes, deadline: float) -> Offer:
-        return _HalfLink(self._inside.offer(secret, deadline), self._wrap)
+    def offer(self, deadline: float) -> Offer:
+        return _HalfLink(self._inside.offer(deadline), self._wrap)
 
-    def authenticate(self, hello: object, secret: bytes) -> None:
-        self._inside.authenticate(hello, secret)
-
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
-        return _HalfLink(self._inside.accept(hello, secret, deadline), self._wrap)
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
+        return _HalfLink(self._inside.accept(hello, deadline), self._wrap)
 
     def _wrap(self, link: Link) -> Link:
         return self.link(link, self.region)
@@ -198,8 +195,8 @@ class _Stalling(_Faulty):
 
     link = _StallingLink
 
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
-        return _StallingAcceptance(self._inside.accept(hello, secret, deadline), self._wrap)
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
+        return _StallingAcceptance(self._inside.accept(hello, deadline), self._wrap)
 
 
 class StallingSharedMemory(_Stalling, _FaultySharedMemory):
@@ -232,8 +229,8 @@ class _Stallable(_Faulty):
 
     link = _StalledLink
 
-    def offer(self, secret: bytes, deadline: float) -> Offer:
-        return _StallableOffer(self._inside.offer(secret, deadline), self._wrap)
+    def offer(self, deadline: float) -> Offer:
+        return _StallableOffer(self._inside.offer(deadline), self._wrap)
 
 
 class StallableSharedMemory(_Stallable, _FaultySharedMemory):
@@ -303,7 +300,6 @@ class Order(StrEnum):
     LATE = "late bytes"
     OVERSIZE = "too many bytes"
     REFUSE = "link refused"
-    STRANGER = "stranger"
     DIE_RECEIVING = "consumer's transfer process killed"
     STALL = "donor stalls"
     TOO_FEW = "too few rows"
@@ -356,7 +352,7 @@ class _OrderedLink(_StallingLink):
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
-        if _is_ordered(Order.REFUSE) or _is_ordered(Order.STRANGER):
+        if _is_ordered(Order.REFUSE):
             raise LinkError("dropped, so that the next fetch opens another link")
         if _take(Order.DIE_RECEIVING):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -463,14 +459,14 @@ class _Ordered(_Faulty):
         if UNCHECKED in os.environ:
             region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment,return-value]
 
-    def offer(self, secret: bytes, deadline: float) -> Offer:
+    def offer(self, deadline: float) -> Offer:
         if _take(Order.REFUSE):
             raise LinkError("refused")
-        return super().offer(b"stranger" if _take(Order.STRANGER) else secret, deadline)
+        return super().offer(deadline)
 
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
         _check_port()
-        return super().accept(hello, secret, deadline)
+        return super().accept(hello, deadline)
 
     def _wrap(self, link: Link) -> Link:
         return self.ordered(link, self.region, self._sockets)

@@ -355,8 +355,8 @@ MUTATIONS = (
     # -- bounds, and input of strangers --------------------------------------------------------
     Mutation(
         "protocol/transfer.py",
-        "if max(slots, default=0) >= rows:",
-        "if max(slots, default=0) > rows:",
+        "0 <= min(slots) <= max(slots) < rows:",
+        "0 <= min(slots) <= max(slots) <= rows:",
         "a peer asks for the row behind the last one, and the transfer process fails",
         ("tests/protocol/test_transfer.py",),
     ),

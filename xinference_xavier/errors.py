@@ -138,7 +138,6 @@ ROLLBACKS = (
     "donor unreachable",
     "internal error",
     "link",
-    "malformed",
     "refused",
     "stopped",
     "timeout",

@@ -39,7 +39,6 @@ _OF_TRANSPORT: Weights = {
     Order.LATE: 25,
     Order.OVERSIZE: 8,
     Order.REFUSE: 40,
-    Order.STRANGER: 30,
     Order.DIE_RECEIVING: 8,
     Order.STALL: 30,
     Order.TOO_FEW: 30,

@@ -17,7 +17,6 @@ EFFECTS: Mapping[Order, tuple[str, ...]] = {
     Order.LATE: ("timeout",),
     Order.OVERSIZE: ("transfer process died",),
     Order.REFUSE: ("link",),
-    Order.STRANGER: ("link", "timeout"),
     Order.DIE_RECEIVING: ("transfer process died",),
     Order.STALL: ("timeout",),
     Order.TOO_FEW: ("timeout",),

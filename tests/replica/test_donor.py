@@ -94,8 +94,6 @@ REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
 @pytest.mark.parametrize(
     ("request_", "namespace", "reason"),
     [
-        (None, "namespace", "malformed"),
-        (REQUEST._replace(keys=[A]), "namespace", "malformed"),  # type: ignore[arg-type]
         (REQUEST._replace(version=PROTOCOL_VERSION + 1), "namespace", "run the same version"),
         (REQUEST._replace(keys=(A,) * (MAX_ROWS_PER_FETCH + 1)), "namespace", "too many rows"),
         (REQUEST, None, "sharing is off"),
@@ -104,8 +102,6 @@ REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
         (REQUEST, "namespace", "no transfer process"),
     ],
     ids=[
-        "no request",
-        "keys in a list",
         "another version",
         "too many keys",
         "outside of any namespace",

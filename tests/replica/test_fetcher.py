@@ -21,7 +21,7 @@ from tests.harness.replicas import (
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch
-from xinference_xavier.protocol.transfer import Grant, GrantRequest, PullOrder, PullResult, Ticket
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullOrder, PullResult
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
 
@@ -236,9 +236,9 @@ class Fetching:
         return self.fetcher.start(Fetch("donor", rows, deadline))
 
     async def _grant(self, request: GrantRequest) -> Grant:
-        count = len(request.keys)
-        ticket = Ticket.sign(b"key", request.consumer, range(count), 1.0)
-        return Grant(1, (0,) * count, ticket, "127.0.0.1:1", None, False, 1)
+        slots = tuple(range(len(request.keys)))
+        endpoint = Endpoint("127.0.0.1:1", None)
+        return Grant(1, slots, (0,) * len(slots), 1.0, endpoint, False, 1)
 
     async def _release(self, grant_id: int) -> None:
         pass

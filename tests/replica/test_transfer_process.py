@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.protocol.transfer import Endpoint, PullOrder, PullResult, Startup
 from xinference_xavier.replica import transfer_process as process_module
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.backoff import Backoff
@@ -54,8 +54,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 def order(timeout: float = 1.0) -> PullOrder:
     """A fetch from an address at which nothing listens."""
-    ticket = Ticket.sign(b"", "a", [0], time.monotonic() + PATIENCE)
-    return PullOrder("nobody", "127.0.0.1:1", None, ticket, (b"key",), (0,), (0,), timeout)
+    expires = time.monotonic() + PATIENCE
+    nowhere = Endpoint("127.0.0.1:1", None)
+    return PullOrder("nobody", nowhere, (0,), expires, (b"key",), (0,), (0,), timeout)
 
 
 @pytest.mark.process
@@ -67,7 +68,6 @@ async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: 
         assert await process.pull(order()) == PullResult(0, "no transfer process")
         await process.configure(b"secret")
         assert process.ready
-        assert process.sign("consumer", [0], 1.0).slots == (0,)
         assert (await process.stats())["transport"] == "none"
         assert (await process.pull(order()))[:2] == (0, "link"), "nothing listens there"
         child = psutil.Process(process.pid)
@@ -159,7 +159,7 @@ def start_raw(region: Region) -> tuple[subprocess.Popen[bytes], socket.socket]:
     with theirs:
         command = [sys.executable, "-m", "xinference_xavier.transfer", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(), region.fd))
-    startup = Startup("a", region.fd, ROWS, ROW_BYTES, HOST, None, (NONE,), "00")
+    startup = Startup("a", region.fd, ROWS, ROW_BYTES, HOST, None, (NONE,))
     ours.sendall(startup.to_json())
     return process, ours
 

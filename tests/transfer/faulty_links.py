@@ -88,11 +88,11 @@ class _WrongLink(_FaultyLink):
 class WrongDonor(_FaultyGloo):
     link = _WrongLink
 
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
         if _take() is Wrong.REFUSED:
             _done(Wrong.REFUSED)
             raise LinkError("refused")
-        return super().accept(hello, secret, deadline)
+        return super().accept(hello, deadline)
 
 
 def _take() -> Wrong | None:

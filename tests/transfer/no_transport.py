@@ -13,13 +13,10 @@ class NoTransport(Transport):
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         """Accept the arguments of a transport."""
 
-    def offer(self, secret: bytes, deadline: float) -> Offer:
+    def offer(self, deadline: float) -> Offer:
         raise LinkError("makes no links")
 
-    def authenticate(self, hello: object, secret: bytes) -> None:
-        """Accept everybody."""
-
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
         raise LinkError("makes no links")
 
 

@@ -12,7 +12,15 @@ import xoscar
 
 from tests import faults
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import TRANSFER_UID, PullOrder, PullResult, Startup, Ticket
+from xinference_xavier.protocol.transfer import (
+    PROTOCOL_VERSION,
+    TRANSFER_UID,
+    Endpoint,
+    PullOrder,
+    PullResult,
+    Startup,
+    prove,
+)
 from xinference_xavier.runtime.net import listen
 from xinference_xavier.transfer.__main__ import TransferActor
 from xinference_xavier.transfer.transports.base import Transport
@@ -70,15 +78,15 @@ class Side(NamedTuple):
     pool: Any
     region: Region
     actor: Any
-    key: bytes
     host: str | None
 
     @property
     def rows(self) -> Any:
         return self.region.array
 
-    def ticket(self, consumer: Side, slots: Sequence[int], lifetime: float = PATIENCE) -> Ticket:
-        return Ticket.sign(self.key, consumer.name, slots, time.monotonic() + lifetime)
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.pool.external_address, self.host)
 
     def checksum(self, slot: int) -> int:
         return Region.checksum(self.region, slot, KEYS[slot])
@@ -98,9 +106,9 @@ class Side(NamedTuple):
         rows = [slot % ROWS for slot in granted]
         order = PullOrder(
             donor=donor.name,
-            address=donor.pool.external_address,
-            host=donor.host,
-            ticket=donor.ticket(self, granted, lifetime),
+            endpoint=donor.endpoint,
+            granted=tuple(granted),
+            expires=time.monotonic() + lifetime,
             keys=tuple(KEYS[slot] for slot in rows),
             checksums=tuple(donor.checksum(slot) for slot in rows),
             slots=tuple(slots),
@@ -115,6 +123,14 @@ class Side(NamedTuple):
 
     async def pull(self, donor: Side, slots: Sequence[int], **how: Any) -> PullResult:
         return await self.fetch(self.order(donor, slots, **how))
+
+    async def accept(self, hello: bytes, **changes: Any) -> bytes:
+        """The answer to a consumer that asks for a link over Gloo."""
+        asked = {"version": PROTOCOL_VERSION, "link_id": "id", "proof": prove(SECRET, "id")}
+        asked |= {"row_bytes": ROW_BYTES, "consumer": "us", "transport": "gloo", "hello": hello}
+        asked |= {"timeout": PATIENCE} | changes
+        answer: bytes = await self.actor.open_link(*asked.values())
+        return answer
 
     async def links(self) -> int:
         count: int = (await self.actor.stats())["links"]
@@ -147,8 +163,7 @@ class Sides:
         seed = len(self.all)
         region.array[:] = np.random.default_rng(seed).integers(0, 256, region.array.shape, np.uint8)
         pool = await listen(HOST, None)
-        key = name.encode().ljust(32)
-        startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, (), key.hex())
+        startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, ())
         choice = TransportSelector(
             [new(region, HOST, None) for new in transports or (self.kind.plain,)]
         )
@@ -157,5 +172,5 @@ class Sides:
         )
         if secret is not None:
             await actor.configure(secret)
-        self.all.append(Side(name, pool, region, actor, key, choice.host))
+        self.all.append(Side(name, pool, region, actor, choice.host))
         return self.all[-1]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.transfer.sides import NOBODY, PATIENCE, Side, Sides
 from xinference_xavier.errors import LinkError
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, Endpoint, PullResult
+from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.transfer.__main__ import load_transport
 from xinference_xavier.transfer.transports.base import Acceptance, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
@@ -31,8 +31,8 @@ class Elsewhere(SharedMemoryTransport):
     """A donor that wrongly claims to be on our host, like a machine restored from the same
     snapshot: nothing listens on the socket that it names."""
 
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
-        acceptance = super().accept(hello, secret, deadline)
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
+        acceptance = super().accept(hello, deadline)
         acceptance.answer = b"elsewhere " + acceptance.answer[:6]
         return acceptance
 
@@ -40,8 +40,8 @@ class Elsewhere(SharedMemoryTransport):
 class Silent(SharedMemoryTransport):
     """A donor that accepts the connection and sends no descriptor."""
 
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
-        acceptance = super().accept(hello, secret, deadline)
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
+        acceptance = super().accept(hello, deadline)
         acceptance.complete = self._say_nothing  # type: ignore[method-assign]
         return acceptance
 
@@ -68,7 +68,8 @@ class TestAuto:
         self, sides: Sides, says: dict[str, str | None], transport: str
     ) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        order = consumer.order(donor, [1], **says)
+        endpoint = donor.endpoint._replace(**says)
+        order = consumer.order(donor, [1], endpoint=endpoint)
         assert await consumer.actor.pull(order) == PullResult(1, None, transport)
         stats = await consumer.actor.stats()
         assert (stats["transport"], stats["fallbacks"]) == (transport, 0)
@@ -104,17 +105,9 @@ class TestAuto:
         }
         assert stats["fallbacks"] == 1
 
-    async def test_without_the_secret_there_is_neither(self, sides: Sides) -> None:
-        consumer = await sides.start("consumer", *AUTO, secret=b"other")
-        donor = await sides.start("donor", *AUTO)
-        assert await consumer.pull(donor, [1]) == PullResult(0, "link")
-        assert (await consumer.actor.stats())["fallbacks"] == 0
-        await donor.until_links(0)
-
     async def test_a_probe_opens_a_link(self, sides: Sides) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        endpoint = Endpoint(donor.pool.external_address, donor.host)
-        assert await consumer.actor.probe_link("donor", endpoint, PATIENCE) is None
+        assert await consumer.actor.probe_link("donor", donor.endpoint, PATIENCE) is None
         assert (await consumer.actor.stats())["linked_to"] == {"donor": "shared_memory"}
 
 
@@ -126,17 +119,11 @@ async def test_a_consumer_that_requires_shared_memory_learns_why_it_is_impossibl
 ) -> None:
     consumer = await sides.start("consumer", SharedMemoryTransport)
     donor = await sides.start("donor", *AUTO)
-    assert await consumer.pull(donor, [1], host=says) == PullResult(0, reason)
-    endpoint = Endpoint(donor.pool.external_address, says)
+    endpoint = donor.endpoint._replace(host=says)
+    assert await consumer.pull(donor, [1], endpoint=endpoint) == PullResult(0, reason)
     told = await consumer.actor.probe_link("donor", endpoint, PATIENCE)
     assert told == f"no link by shared_memory: {reason}"
     assert (await consumer.pull(donor, [1])).verified == 1
-
-
-async def test_a_transport_that_the_donor_lacks_is_refused(sides: Sides) -> None:
-    donor = await sides.start("donor", *AUTO)
-    with pytest.raises(LinkError, match="offers shared_memory or gloo, not 'tcp'"):
-        await donor.actor.open_link(PROTOCOL_VERSION, "id", "us", "tcp", b"", 1.0)
 
 
 def test_a_transport_is_found_by_its_path() -> None:

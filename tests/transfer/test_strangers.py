@@ -26,7 +26,7 @@ from tests.harness.replicas import (
 )
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID
+from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, TRANSFER_UID, prove
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 
@@ -71,9 +71,10 @@ async def test_a_link_of_a_non_member_is_closed(
     links = scene.donor.transfer_stats()["links"]
     region = Region.create(ROWS, ROW_BYTES)
     transport = GlooTransport(region, HOST, None)
-    offer = transport.offer(secret, time.monotonic() + PATIENCE)
+    offer = transport.offer(time.monotonic() + PATIENCE)
+    proof = prove(secret, "link")
     answer = await transfer.open_link(
-        PROTOCOL_VERSION, "link", "late", "gloo", offer.hello, PATIENCE
+        PROTOCOL_VERSION, "link", proof, ROW_BYTES, "late", "gloo", offer.hello, PATIENCE
     )
     link = offer.complete(answer, time.monotonic() + PATIENCE)
     assert scene.donor.transfer_stats()["links"] == links + 1

@@ -82,11 +82,11 @@ class Donor:
 
         `namespace` is the one in which we share, None if we do not; `sequence` is that of our last
         publication. `trusts` says whether a consumer computes as we do: it may believe so although
-        we were reset meanwhile. Raises GrantRefusedError; LinkError for a malformed request.
+        we were reset meanwhile. Raises GrantRefusedError; LinkError for another version.
         """
         endpoint = self._process.endpoint
         try:
-            request = check_request(request)
+            check_request(request)
             if namespace is None:
                 raise GrantRefusedError("sharing is off")
             if request.namespace != namespace:
@@ -99,14 +99,14 @@ class Donor:
         except (GrantRefusedError, LinkError):
             self.refused += 1
             raise
-        slots = [row.slot for row in record.rows]
-        beyond = request.keys[len(slots) : len(slots) + 1]
+        held = len(record.rows)
+        beyond = request.keys[held : held + 1]
         return Grant(
             record.grant_id,
+            slots=tuple(row.slot for row in record.rows),
             checksums=tuple(row.checksum for row in record.rows if row.checksum is not None),
-            ticket=self._process.sign(request.consumer, slots, record.expires),
-            address=endpoint.address,
-            host=endpoint.host,
+            expires=record.expires,
+            endpoint=endpoint,
             more_is_held=any(self._pool.lookup(key) is not None for key in beyond),
             sequence=sequence,
         )

@@ -151,8 +151,9 @@ class Fetcher:
             tuple(row.key for row in fetch.rows),
         )
         donor = await self._donor(fetch)
-        granted = await within(fetch.deadline - time.monotonic(), donor.grant(request))
-        return check_grant(granted, len(fetch.rows))
+        grant: Grant = await within(fetch.deadline - time.monotonic(), donor.grant(request))
+        check_grant(grant, len(fetch.rows))
+        return grant
 
     async def _donor(self, fetch: Fetch) -> xoscar.ActorRefType:
         donor = self._donors.get(fetch.source)
@@ -185,9 +186,9 @@ class Fetcher:
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
             fetch.source,
-            grant.address,
-            grant.host,
-            grant.ticket,
+            grant.endpoint,
+            grant.slots,
+            grant.expires,
             tuple(row.key for row in rows),
             grant.checksums,
             tuple(row.slot for row in rows),

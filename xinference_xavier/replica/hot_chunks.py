@@ -26,17 +26,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.options import MAX_DRAIN
 from xinference_xavier.pool.pool import PORTION, Pool, Row
 from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import GROUP, pack, unpack
-from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, check_hot
+from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, unpack_hot
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.runtime.validate import check_count, check_identifier, check_seconds
 from xinference_xavier.stats.schema import WarmJoinStats
 
 logger = logging.getLogger(__name__)
@@ -315,8 +313,8 @@ class WarmJoin:
         if address is None:  # it has left
             return None
         try:
-            answer = await ask(_CALL_TIMEOUT, address, replica_uid(peer), "hottest", most)
-            return Answer(*check_hot(answer, self._key_bytes))
+            hot: HotChunks = await ask(_CALL_TIMEOUT, address, replica_uid(peer), "hottest", most)
+            return Answer(hot, unpack_hot(hot, self._key_bytes))
         except Exception as error:  # whatever it is, others may answer
             self.stats.failures += 1
             self._log.warn(peer, "no hot chunks: peer=%s error=%r", peer, error)
@@ -352,7 +350,6 @@ class HandOver:
     def begin(self, stay: Sequence[str], seconds: float) -> None:
         """Have the peers that `stay` fetch what none of them holds. Does nothing if it was called a
         moment ago."""
-        check_seconds("seconds", seconds, MAX_DRAIN + 1)
         now = time.monotonic()
         if now >= self._asked + _FORGOTTEN and not self.under_way:
             self.chunks = 0
@@ -376,9 +373,7 @@ class HandOver:
                 raise LookupError("it has left")
             left = remaining(deadline)
             uid, call = replica_uid(peer), (self._incarnation, pack(keys), left)
-            taken = await ask(left + _GRACE, address, uid, "take_over", *call)
-            check_count("chunks", taken, 0)
-            self.chunks += taken
+            self.chunks += await ask(left + _GRACE, address, uid, "take_over", *call)
         except Exception as error:  # whatever it is, others may take theirs
             logger.warning(
                 "%d chunks are not handed over: peer=%s error=%r", len(keys), peer, error
@@ -387,8 +382,6 @@ class HandOver:
     async def take(self, donor: str, packed: bytes, seconds: float) -> int:
         """Fetch the packed keys from a peer that leaves, as far as there is room; returns how many
         chunks arrived."""
-        check_identifier("donor", donor)
-        check_seconds("seconds", seconds, MAX_DRAIN + 1)
         keys = unpack(packed, self._key_bytes)
         deadline = time.monotonic() + seconds
         return await copy_rows(self._fetcher, donor, keys, deadline, _ROW_PATIENCE)

@@ -18,7 +18,7 @@ from xinference_xavier.errors import TransportError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import unpack_question
-from xinference_xavier.protocol.transfer import Endpoint, check_endpoint
+from xinference_xavier.protocol.transfer import Endpoint
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask
@@ -154,8 +154,6 @@ async def _probe(peer: str, mirror: Mirror, process: TransferProcess) -> str | N
         endpoint: Endpoint | None = await ask(
             PROBE_DEADLINE, address, replica_uid(peer), "transfer_endpoint"
         )
-        if endpoint is not None:
-            endpoint = check_endpoint(endpoint)
     except Exception as error:  # xoscar raises whatever the peer raised
         return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
     if endpoint is None:

@@ -24,7 +24,6 @@ from xinference_xavier.protocol.transfer import (
     PullOrder,
     PullResult,
     Startup,
-    Ticket,
     parse_started,
 )
 from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, within
@@ -68,7 +67,6 @@ class TransferProcess:
         on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         self._region = region
-        self._key = os.urandom(32)
         self._startup = Startup(
             incarnation=incarnation,
             region_fd=region.fd,
@@ -77,7 +75,6 @@ class TransferProcess:
             host=host,
             port_range=port_range,
             transports=tuple(transports),
-            key=self._key.hex(),
             parent=parent_pid(),
         )
         self._secret: bytes | None = None
@@ -98,10 +95,6 @@ class TransferProcess:
     @property
     def pid(self) -> int | None:
         return self._child.process.pid if self._child is not None else None
-
-    def sign(self, consumer: str, slots: Sequence[int], expires: float) -> Ticket:
-        """A ticket that our transfer process accepts."""
-        return Ticket.sign(self._key, consumer, slots, expires)
 
     async def run(self) -> None:
         """Keep a process alive until cancelled; then end it."""

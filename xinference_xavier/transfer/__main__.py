@@ -43,7 +43,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         super().__init__()
         self._context = LinkContext(startup.incarnation, region, selector, RateLimitedLog(logger))
         self._receiver = Receiver(self._context)
-        self._sender = Sender(self._context, bytes.fromhex(startup.key))
+        self._sender = Sender(self._context)
         # Called by our engine:
         self.pull = self._receiver.pull
         self.probe_link = self._receiver.probe_link

@@ -5,6 +5,7 @@ A `Receiver` owns those on which it is the consumer: it receives and verifies ro
 """
 
 import asyncio
+import hmac
 import logging
 import os
 import time
@@ -17,7 +18,6 @@ from weakref import WeakValueDictionary
 import xoscar
 
 from xinference_xavier.errors import OUT_OF_REACH, LinkError, XavierError
-from xinference_xavier.options import MAX_FETCH_TIMEOUT
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
@@ -25,15 +25,12 @@ from xinference_xavier.protocol.transfer import (
     Endpoint,
     PullOrder,
     PullResult,
-    Ticket,
-    check_order,
-    check_ticket,
+    check_slots,
     check_version,
-    checking,
+    prove,
 )
 from xinference_xavier.runtime.aio import Rollback, remaining, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.runtime.validate import check_identifier, check_seconds
 from xinference_xavier.transfer.transports.base import Acceptance, Link, Transport
 from xinference_xavier.transfer.transports.selection import OutOfReachError, TransportSelector
 
@@ -70,11 +67,10 @@ class _AcceptedLink(NamedTuple):
 
 
 class Sender:
-    """At most one complete link to each consumer. Our engine signs its tickets with `key`."""
+    """At most one complete link to each consumer."""
 
-    def __init__(self, context: LinkContext, key: bytes) -> None:
+    def __init__(self, context: LinkContext) -> None:
         self._context = context
-        self._key = key
         self._links: dict[str, _AcceptedLink] = {}  # by id, the one used last at the end
         self._busy: set[str] = set()  # ids of links that carry a batch
 
@@ -90,30 +86,33 @@ class Sender:
         self,
         version: int,
         link_id: str,
+        proof: bytes,
+        row_bytes: int,
         consumer: str,
         transport: str,
         hello: bytes,
         timeout: float,
     ) -> bytes:
-        """Accept a link from `consumer`; returns the answer that completes its side."""
+        """Accept a link from `consumer`; returns the answer that completes its side. `proof` is
+        that of the model's secret, `row_bytes` the size of the consumer's rows."""
         check_version(version)
-        with checking("request for a link"):
-            check_identifier("link_id", link_id)
-            check_identifier("consumer", consumer)
-            check_identifier("transport", transport)
-            check_seconds("timeout", timeout, MAX_FETCH_TIMEOUT)
         if self._context.secret is None:
             raise LinkError("the donor has not joined a tracker yet")
+        if not hmac.compare_digest(proof, prove(self._context.secret, link_id)):
+            raise LinkError("the consumer does not know this model's secret")
+        own_bytes = self._context.region.row_bytes
+        if row_bytes != own_bytes:  # a longer message than expected ends Gloo's process
+            raise LinkError(
+                f"the consumer's rows have {row_bytes} bytes, the donor's {own_bytes}; give the "
+                "replicas the same options"
+            )
         own = self._context.selector.named(transport)
-        own.authenticate(hello, self._context.secret)  # first: a stranger must not close links
         # A consumer has one link to us, and asks for another only after it has closed that one.
         await self._close_all_to(consumer)
         await self._make_room()
-        if link_id in self._links:
-            raise LinkError(f"there is a link {link_id} already")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
-        half = own.accept(hello, self._context.secret, deadline)
+        half = own.accept(hello, deadline)
         answering = loop.run_in_executor(self._context.threads, lambda: half.answer)
         link = asyncio.ensure_future(self._complete(link_id, half, answering, deadline))
         # Without an await since there was room, so that concurrent calls count it.
@@ -139,26 +138,18 @@ class Sender:
             return None
 
     async def serve(
-        self, version: int, link_id: str, ticket: Ticket, row_bytes: int, timeout: float
+        self, link_id: str, granted: Sequence[int], expires: float, timeout: float
     ) -> None:
-        """Send the rows of `ticket` over the link; returns once they have left our memory."""
-        check_version(version)
-        with checking("request for rows"):
-            check_identifier("link_id", link_id)
-            check_seconds("timeout", timeout, MAX_FETCH_TIMEOUT)
-        ticket = check_ticket(ticket, self._context.region.rows)
+        """Send the rows in these slots over the link; returns once they have left our memory. The
+        grant `expires` then, in monotonic seconds."""
+        check_slots(granted, self._context.region.rows)
         accepted = self._links.get(link_id)
         if accepted is None:
             raise LinkError("no such link")
         if link_id in self._busy:
             raise LinkError("the link carries a batch already")
-        if row_bytes != self._context.region.row_bytes:
-            raise LinkError(
-                f"the consumer's rows have {row_bytes} bytes, the donor's "
-                f"{self._context.region.row_bytes}"
-            )
-        if accepted.consumer != ticket.consumer or not ticket.is_valid(self._key, time.monotonic()):
-            raise LinkError("the ticket is not valid for this link or has expired")
+        if time.monotonic() >= expires:
+            raise LinkError("the grant has expired")
         deadline = time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         self._links[link_id] = self._links.pop(link_id)
@@ -167,13 +158,13 @@ class Sender:
             link = await asyncio.shield(accepted.link)
             if link is None:
                 raise LinkError("the link was not completed")
-            await loop.run_in_executor(self._context.threads, link.send, ticket.slots, deadline)
+            await loop.run_in_executor(self._context.threads, link.send, granted, deadline)
         except BaseException:
             await self._close(link_id)
             raise
         finally:
             self._busy.discard(link_id)
-        self._context.bytes_sent += len(ticket.slots) * row_bytes
+        self._context.bytes_sent += len(granted) * self._context.region.row_bytes
 
     async def _make_room(self) -> None:
         """Close idle links, least recently used first, until one more fits."""
@@ -244,11 +235,6 @@ class Receiver:
 
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch the rows of `order`. Never raises; when it returns, nothing writes to its rows."""
-        try:
-            order = check_order(order, self._context.region.rows)
-        except LinkError as error:
-            self._context.log.warn("order", "pull refused: error=%s", error)
-            return PullResult(0, "malformed")
         deadline = time.monotonic() + order.timeout
         progress = _Progress()
         reason: str | None = None
@@ -319,12 +305,12 @@ class Receiver:
     ) -> asyncio.Future[None]:
         """Receive all rows. The future is done when the donor has finished the batch too."""
         opened = self._links.get(order.donor)
-        endpoint = Endpoint(order.address, order.host)
+        endpoint = order.endpoint
         candidates = self._context.selector.candidates(order.donor, *endpoint)
         best = candidates[0].name
         if (
             opened is None
-            or opened.endpoint.address != order.address
+            or opened.endpoint.address != endpoint.address
             or opened.transport != best  # which had failed, and is tried again
         ):
             await self._close(order.donor)
@@ -342,18 +328,13 @@ class Receiver:
                 raise ChecksumError(f"the row of chunk {key.hex()[:16]} arrived damaged")
 
         def receive() -> None:
-            granted = order.ticket.slots
-            for _ in opened.link.receive(order.slots, granted, check, deadline):
+            for _ in opened.link.receive(order.slots, order.granted, check, deadline):
                 progress.verified += 1
 
         loop = asyncio.get_running_loop()
         receiving = loop.run_in_executor(self._context.threads, receive)
         served = opened.peer.serve(
-            PROTOCOL_VERSION,
-            opened.link_id,
-            order.ticket,
-            self._context.region.row_bytes,
-            deadline - time.monotonic(),
+            opened.link_id, order.granted, order.expires, deadline - time.monotonic()
         )
         serving = asyncio.ensure_future(within(remaining(deadline), served))
         try:
@@ -404,13 +385,19 @@ class Receiver:
         loop = asyncio.get_running_loop()
         threads = self._context.threads
         async with Rollback() as scope:
-            offer = transport.offer(self._context.secret, deadline)
+            offer = transport.offer(deadline)
             scope.undo(loop.run_in_executor, None, offer.withdraw)
             link_id = os.urandom(8).hex()
             hello = await loop.run_in_executor(threads, lambda: offer.hello)
-            timeout = deadline - time.monotonic()
             opening = peer.open_link(
-                PROTOCOL_VERSION, link_id, self._context.incarnation, transport.name, hello, timeout
+                PROTOCOL_VERSION,
+                link_id,
+                prove(self._context.secret, link_id),
+                self._context.region.row_bytes,
+                self._context.incarnation,
+                transport.name,
+                hello,
+                deadline - time.monotonic(),
             )
             answer = await within(remaining(deadline), opening)
             link = await loop.run_in_executor(threads, offer.complete, answer, deadline)

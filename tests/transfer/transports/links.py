@@ -14,7 +14,6 @@ from xinference_xavier.transfer.transports.base import Check, Transport
 
 HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 64, 64 << 10
-SECRET = b"s" * 32
 SOON = 0.2  # seconds: a deadline that passes
 PATIENCE = 60.0  # a deadline that does not pass
 
@@ -50,8 +49,8 @@ class Halves(NamedTuple):
 
     @classmethod
     def make(cls, consumer: Side, donor: Side) -> Halves:
-        offer = consumer.transport.offer(SECRET, later())
-        return cls(offer, donor.transport.accept(offer.hello, SECRET, later()))
+        offer = consumer.transport.offer(later())
+        return cls(offer, donor.transport.accept(offer.hello, later()))
 
     def complete(self, threads: ThreadPoolExecutor) -> tuple[Future[Any], Future[Any]]:
         """Both ends."""

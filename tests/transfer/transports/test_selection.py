@@ -117,7 +117,7 @@ def test_each_transport_fails_for_itself(region: Region) -> None:
 
 def startup(*transports: type[Transport]) -> Startup:
     paths = tuple(f"{kind.__module__}:{kind.__name__}" for kind in transports)
-    return Startup("a", 3, 1, 4096, "", None, paths, "00")
+    return Startup("a", 3, 1, 4096, "", None, paths)
 
 
 def test_a_better_transport_that_this_host_cannot_use_is_left_out(

@@ -10,11 +10,9 @@ failure; the next fetch makes a new one.
 Threading: everything here blocks and runs on any thread, one call of a link at a time. `close` is
 the exception: any thread may call it at any time, and it interrupts blocked calls.
 
-Proof: both sides prove that they know the model's secret, by an HMAC-SHA256 over the sender's role
-and the messages so far. The role keeps a peer from sending our own proof back to us.
+Trust: the consumer has proved that it knows the model's secret before the donor accepts anything.
 """
 
-import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
@@ -36,7 +34,8 @@ class Link(ABC):
         order, once its row is complete and has passed `check`, which runs on any thread.
 
         Raises:
-            LinkError: the peer failed, the deadline passed, or `check` raised it.
+            LinkError: the peer failed, a slot is outside of its memory, the deadline passed, or
+                `check` raised it.
         """
         raise LinkError("a donor cannot receive")
 
@@ -102,41 +101,9 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def offer(self, secret: bytes, deadline: float) -> Offer:
+    def offer(self, deadline: float) -> Offer:
         """Start to make a link as its consumer."""
 
     @abstractmethod
-    def authenticate(self, hello: object, secret: bytes) -> None:
-        """Raises LinkError unless a replica of this model made `hello`."""
-
-    @abstractmethod
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> Acceptance:
-        """Start to make a link as its donor. Raises LinkError like `authenticate`, before anything
-        starts."""
-
-
-PROOF_BYTES = 32
-
-
-def prove(secret: bytes, role: str, transcript: bytes) -> bytes:
-    return hmac.digest(secret, role.encode() + transcript, "sha256")
-
-
-def verify(secret: bytes, role: str, transcript: bytes, proof: bytes) -> None:
-    """Raises LinkError."""
-    if not hmac.compare_digest(proof, prove(secret, role, transcript)):
-        raise LinkError("the peer does not know this model's secret")
-
-
-def seal(secret: bytes, role: str, message: bytes) -> bytes:
-    return prove(secret, role, message) + message
-
-
-def unseal(secret: bytes, role: str, sealed: object, most: int) -> bytes:
-    """The message in `sealed`, which has at most `most` bytes. Raises LinkError if it is malformed,
-    or not from a replica of this model."""
-    if type(sealed) is not bytes or not PROOF_BYTES < len(sealed) <= most:
-        raise LinkError(f"malformed {role}: it is not {PROOF_BYTES + 1} to {most} bytes")
-    proof, message = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
-    verify(secret, role, message, proof)
-    return message
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
+        """Start to make a link as its donor."""

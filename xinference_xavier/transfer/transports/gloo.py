@@ -38,19 +38,9 @@ from torch.distributed.distributed_c10d import Store, Work
 
 from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import checking
 from xinference_xavier.runtime.aio import remaining
 from xinference_xavier.runtime.net import check_range
-from xinference_xavier.transfer.transports.base import (
-    PROOF_BYTES,
-    Check,
-    Link,
-    Transport,
-    prove,
-    seal,
-    unseal,
-    verify,
-)
+from xinference_xavier.transfer.transports.base import Check, Link, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +113,7 @@ MAX_WITHDRAWN = 8
 """Abandoned links, each of which may have left a socket, before a new device replaces the old one,
 which ends with the last of its links."""
 _CONSUMER, _DONOR = 0, 1
-_PROOF_TAG, _CLOSE_TAG = 0, 1
-_MAX_RENDEZVOUS_BYTES = 64 << 10
+_MEETING_TAG, _CLOSE_TAG = 0, 1
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
 _PORT_ATTEMPTS = 10
@@ -184,14 +173,8 @@ class _ExchangedStore(Store):
                 raise LinkTimeoutError("Gloo did not start its rendezvous in time")
             return _PART.dump_json(self._own)
 
-    def transcript(self) -> bytes:
-        """Both parts, equal on both sides."""
-        both = sorted((self._own | self._peers).items())
-        return b"".join(key.encode() + value for key, value in both)
-
     def set_peer_part(self, part: bytes) -> None:
-        with checking("rendezvous"):
-            fields = _PART.validate_json(part, strict=True)
+        fields = _PART.validate_json(part)
         with self._changed:
             self._peers.update(fields)
             self._changed.notify_all()
@@ -204,14 +187,12 @@ class _HalfLink:
         self,
         transport: "GlooTransport",
         rank: int,
-        secret: bytes,
         deadline: float,
         peer_part: bytes | None = None,
     ) -> None:
-        """The donor has the consumer's part, if it is well-formed. Raises LinkError if not."""
+        """The donor has the consumer's part."""
         self._transport = transport
         self._rank = rank
-        self._secret = secret
         seconds = remaining(deadline)
         self._store = _ExchangedStore(seconds)
         if peer_part is not None:
@@ -226,13 +207,12 @@ class _HalfLink:
 
     @property
     def hello(self) -> bytes:
-        return seal(self._secret, _role(self._rank), self._store.own_part())
+        return self._store.own_part()
 
     answer = hello
 
-    def set_peer_part(self, sealed: bytes) -> None:
-        """It must be sealed, because a forged part can abort the process (probed)."""
-        self._store.set_peer_part(_unsealed(self._secret, 1 - self._rank, sealed))
+    def set_peer_part(self, part: bytes) -> None:
+        self._store.set_peer_part(part)
 
     def finish(self, deadline: float) -> "GlooLink":
         building, self._group = self._group, None
@@ -248,7 +228,7 @@ class _HalfLink:
             raise LinkError(f"no connection: {error}") from None
         finally:
             del building
-        self._link.prove(self._secret, self._store.transcript(), deadline)
+        self._link.meet(deadline)
         return self._link
 
     def withdraw(self) -> None:
@@ -257,15 +237,6 @@ class _HalfLink:
         self._transport.record_withdrawn()
         if self._link is not None:
             self._link.close()
-
-
-def _role(rank: int) -> str:
-    return f"rendezvous {rank}"
-
-
-def _unsealed(secret: bytes, rank: int, sealed: object) -> bytes:
-    """The part of the side `rank`. Raises LinkError."""
-    return unseal(secret, _role(rank), sealed, _MAX_RENDEZVOUS_BYTES)
 
 
 class _Offer(_HalfLink):
@@ -289,15 +260,11 @@ class GlooTransport(Transport):
         self._withdrawn = 0
         self._replacing = threading.Lock()
 
-    def offer(self, secret: bytes, deadline: float) -> _Offer:
-        return _Offer(self, _CONSUMER, secret, deadline)
+    def offer(self, deadline: float) -> _Offer:
+        return _Offer(self, _CONSUMER, deadline)
 
-    def authenticate(self, hello: object, secret: bytes) -> None:
-        _unsealed(secret, _CONSUMER, hello)
-
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> _Acceptance:
-        part = _unsealed(secret, _CONSUMER, hello)
-        return _Acceptance(self, _DONOR, secret, deadline, part)
+    def accept(self, hello: bytes, deadline: float) -> _Acceptance:
+        return _Acceptance(self, _DONOR, deadline, hello)
 
     def build_group(self, store: Store, rank: int, seconds: float) -> _Group:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
@@ -359,16 +326,11 @@ class GlooLink(Link):
         self._in_flight = max(_MIN_IN_FLIGHT, _IN_FLIGHT_BYTES // region.row_bytes)
         self._closing = threading.Lock()
 
-    def prove(self, secret: bytes, transcript: bytes, deadline: float) -> None:
-        """Both sides prove that they know the model's secret, before any row moves."""
-        own_proof = prove(secret, f"{self._rank}", transcript)
-        own = torch.frombuffer(bytearray(own_proof), dtype=torch.uint8)
-        theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
-        receiving = self._post("recv", theirs, _PROOF_TAG)
-        sending = self._post("send", own, _PROOF_TAG)
-        self._wait(sending, deadline)
-        self._wait(receiving, deadline)
-        verify(secret, f"{self._peer}", transcript, theirs.numpy().tobytes())
+    def meet(self, deadline: float) -> None:
+        """The donor waits for its consumer: the side that connects has a group before the other
+        accepts, if it ever does."""
+        operation: _Operation = "send" if self._rank == _CONSUMER else "recv"
+        self._wait(self._post(operation, torch.zeros(1, dtype=torch.uint8), _MEETING_TAG), deadline)
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float

@@ -1,8 +1,8 @@
 """Rows over NIXL, by RDMA: the consumer reads them from the donor's memory.
 
-Each process has one NIXL agent, which registers the region once; the memory's keys travel encrypted
-in the answer to a consumer that knows the model's secret. The donor's processor takes no part in a
-read. Its `send` only waits for the consumer's word that the batch is over.
+Each process has one NIXL agent, which registers the region once; the memory's keys travel in the
+donor's answer. The donor's processor takes no part in a read. Its `send` only waits for the
+consumer's word that the batch is over.
 
 NIXL's failures shape this module (probed with nixl 1.5.1, over TCP):
 
@@ -14,7 +14,7 @@ NIXL's failures shape this module (probed with nixl 1.5.1, over TCP):
 - Over TCP, which UCX emulates reads on, a donor crashes if the consumer ends during a read, and
   whoever reaches UCX's port can read and write the process's memory. So `auto` never uses TCP.
 
-A read is not refused if its ticket has expired on the way: the row may have been replaced by then,
+A read is not refused if its grant has expired on the way: the row may have been replaced by then,
 and its checksum tells.
 
 xoscar's own NIXL channel is not used: there the owner of the rows writes them, for a copy between
@@ -40,27 +40,15 @@ from pydantic import ConfigDict, TypeAdapter
 
 from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import checking
-from xinference_xavier.transfer.transports.base import (
-    PROOF_BYTES,
-    Check,
-    Link,
-    Transport,
-    prove,
-    seal,
-    unseal,
-)
+from xinference_xavier.protocol.transfer import check_slots
+from xinference_xavier.transfer.transports.base import Check, Link, Transport
 
 logger = logging.getLogger(__name__)
 
 _DEVICES = Path("/sys/class/infiniband")
-_PACKAGES = ("nixl", "cryptography")
-_NONCE_BYTES = 16
-_SALT_BYTES = 12
+_PACKAGE = "nixl"
 _TAG_BYTES = 16
 _COUNT_BYTES = 8
-_MAX_ANSWER_BYTES = 64 << 10
-_HELLO, _MEMORY = "hello", "memory"
 _POLL_SECONDS = 0.0005
 _IDLE_POLL_SECONDS = 0.005
 _SCRATCH_BYTES = 64
@@ -77,7 +65,6 @@ class _Memory(NamedTuple):
     metadata: bytes  # of the agent, with the keys of its memory
     base: int  # the address of row 0
     rows: int
-    row_bytes: int
     tag: bytes  # of the link
 
 
@@ -246,20 +233,15 @@ class NixlTransport(Transport):
 
     @classmethod
     def unfit(cls) -> str | None:
-        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        if missing:
-            return f"package missing: {', '.join(missing)}"
+        if importlib.util.find_spec(_PACKAGE) is None:
+            return f"package missing: {_PACKAGE}"
         return None if _has_active_port() else "no active RDMA port"
 
-    def offer(self, secret: bytes, deadline: float) -> "_Offer":
-        return _Offer(self._region, self._agent, secret)
+    def offer(self, deadline: float) -> "_Offer":
+        return _Offer(self._region, self._agent)
 
-    def authenticate(self, hello: object, secret: bytes) -> None:
-        unseal(secret, _HELLO, hello, PROOF_BYTES + _NONCE_BYTES)
-
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
-        self.authenticate(hello, secret)
-        return _Acceptance(self._region, self._agent, secret, hello)
+    def accept(self, hello: bytes, deadline: float) -> "_Acceptance":
+        return _Acceptance(self._region, self._agent)
 
 
 def _ucx(host: str, port_range: tuple[int, int] | None, size: int) -> str:
@@ -290,23 +272,18 @@ def _ucx(host: str, port_range: tuple[int, int] | None, size: int) -> str:
 
 
 class _Offer:
-    """Opens the donor's answer."""
+    """Reads from the memory that the donor's answer names."""
 
-    def __init__(self, region: Region, agent: _Agent, secret: bytes) -> None:
+    hello = b""
+
+    def __init__(self, region: Region, agent: _Agent) -> None:
         self._region = region
         self._agent = agent
-        self._secret = secret
         self._link: ConsumerLink | None = None
         self._withdrawn = False
-        self.hello = seal(secret, _HELLO, os.urandom(_NONCE_BYTES))
 
     def complete(self, answer: bytes, deadline: float) -> "ConsumerLink":
-        memory = _open_answer(self._secret, self.hello, answer)
-        if memory.row_bytes != self._region.row_bytes:
-            raise LinkError(
-                f"the donor's rows have {memory.row_bytes} bytes, the consumer's "
-                f"{self._region.row_bytes}"
-            )
+        memory = _ANSWER.validate_json(answer)
         # Set before `_withdrawn` is read, as `withdraw` does it the other way round.
         link = self._link = ConsumerLink(self._region, self._agent, memory)
         try:
@@ -325,15 +302,13 @@ class _Offer:
 
 
 class _Acceptance:
-    """Waits for the first read of the one consumer that can decrypt the answer."""
+    """Waits for the consumer's first read."""
 
-    def __init__(self, region: Region, agent: _Agent, secret: bytes, hello: bytes) -> None:
+    def __init__(self, region: Region, agent: _Agent) -> None:
         self._agent = agent
         self._tag = os.urandom(_TAG_BYTES)
-        memory = _Memory(
-            agent.name, agent.metadata, agent.base, region.rows, region.row_bytes, self._tag
-        )
-        self.answer = _close_answer(secret, hello, memory)
+        memory = _Memory(agent.name, agent.metadata, agent.base, region.rows, self._tag)
+        self.answer = _ANSWER.dump_json(memory)
         agent.listen(self._tag)
 
     def complete(self, deadline: float) -> "DonorLink":
@@ -342,31 +317,6 @@ class _Acceptance:
 
     def withdraw(self) -> None:
         self._agent.forget(self._tag)
-
-
-def _close_answer(secret: bytes, hello: bytes, memory: _Memory) -> bytes:
-    """`memory`, for nobody but the consumer whose hello this is: encrypted with AES-GCM."""
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    salt = os.urandom(_SALT_BYTES)
-    key = prove(secret, _MEMORY, b"")
-    return salt + AESGCM(key).encrypt(salt, _ANSWER.dump_json(memory), hello)
-
-
-def _open_answer(secret: bytes, hello: bytes, answer: object) -> _Memory:
-    """Raises LinkError."""
-    from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    if type(answer) is not bytes or not _SALT_BYTES < len(answer) <= _MAX_ANSWER_BYTES:
-        raise LinkError(f"malformed answer: it is not {_SALT_BYTES} to {_MAX_ANSWER_BYTES} bytes")
-    salt, message = answer[:_SALT_BYTES], answer[_SALT_BYTES:]
-    try:
-        plain = AESGCM(prove(secret, _MEMORY, b"")).decrypt(salt, message, hello)
-    except InvalidTag:
-        raise LinkError("malformed answer: it is not that of a replica to our hello") from None
-    with checking("answer"):
-        return _ANSWER.validate_json(plain, strict=True)
 
 
 class _Read(NamedTuple):
@@ -399,9 +349,7 @@ class ConsumerLink(Link):
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
-        outside = [slot for slot in granted if slot >= self._memory.rows]
-        if outside:
-            raise LinkError(f"row {outside[0]} is outside the donor's memory")
+        check_slots(granted, self._memory.rows)
         rows = [*zip(slots, granted, strict=True)]
         step = max(1, _READ_BYTES // self._region.row_bytes)
         parts = deque(rows[first : first + step] for first in range(0, len(rows), step))

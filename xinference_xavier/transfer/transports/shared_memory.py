@@ -1,7 +1,7 @@
 """Rows between replicas of one host: the consumer copies them from the donor's memory.
 
-The donor's transfer process shares its region, read-only, with a process of the same user that
-knows the model's secret. The socket is abstract: it leaves no file.
+The donor's transfer process shares its region, read-only, with a process of the same user. The
+socket is abstract: it leaves no file.
 
 Two threads copy row by row with numpy, which releases the GIL and is as fast as memcpy. Copying
 adjacent rows together is up to a tenth faster (measured), but then the checksum finds its row no
@@ -30,22 +30,12 @@ from xinference_xavier.pool.region import (
     offer_to_read,
     take_region,
 )
+from xinference_xavier.protocol.transfer import check_slots
 from xinference_xavier.runtime.aio import remaining
-from xinference_xavier.transfer.transports.base import (
-    PROOF_BYTES,
-    Check,
-    Link,
-    Transport,
-    prove,
-    seal,
-    unseal,
-    verify,
-)
+from xinference_xavier.transfer.transports.base import Check, Link, Transport
 from xinference_xavier.transfer.transports.selection import host_identity
 
 _NAME_BYTES = 16
-_NONCE_BYTES = 16
-_HELLO, _CONSUMER, _DONOR = "hello", "consumer", "donor"
 _CLOSED = "the link was closed"
 _TURN_BYTES = 4 << 20
 """Bytes that a thread copies for one link before it turns to the next: under a millisecond."""
@@ -67,52 +57,36 @@ class SharedMemoryTransport(Transport):
         self._threads = _Threads(copy_threads(), ThreadPoolExecutor(1, "xavier-map"))
         self.host = host_identity()
 
-    def offer(self, secret: bytes, deadline: float) -> "_Offer":
-        return _Offer(self._region, secret, self._threads)
+    def offer(self, deadline: float) -> "_Offer":
+        return _Offer(self._region, self._threads)
 
-    def authenticate(self, hello: object, secret: bytes) -> None:
-        unseal(secret, _HELLO, hello, PROOF_BYTES + _NONCE_BYTES)
-
-    def accept(self, hello: bytes, secret: bytes, deadline: float) -> "_Acceptance":
-        self.authenticate(hello, secret)
-        return _Acceptance(self._region, secret, hello)
+    def accept(self, hello: bytes, deadline: float) -> "_Acceptance":
+        return _Acceptance(self._region)
 
 
 class _Offer:
     """Connects to the socket that the donor names."""
 
-    def __init__(self, region: Region, secret: bytes, threads: _Threads) -> None:
+    hello = b""
+
+    def __init__(self, region: Region, threads: _Threads) -> None:
         self._region = region
-        self._secret = secret
         self._threads = threads
-        # Sealed, so that a donor opens no socket for a stranger.
-        self.hello = seal(secret, _HELLO, os.urandom(_NONCE_BYTES))
         self._peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._link: ConsumerLink | None = None
         self._withdrawn = False
 
     def complete(self, answer: bytes, deadline: float) -> "ConsumerLink":
-        if type(answer) is not bytes or len(answer) != _NAME_BYTES:
-            raise LinkError(f"malformed answer: it is not {_NAME_BYTES} bytes")
         try:
             self._peer.settimeout(remaining(deadline))
             self._peer.connect(_socket_name(answer))
             check_same_user(self._peer)
-            transcript = self.hello + answer
-            _exchange_proofs(self._peer, self._secret, transcript, _CONSUMER, _DONOR, deadline)
             self._peer.settimeout(remaining(deadline))
             theirs = take_region(self._peer)
         except TimeoutError:
             raise LinkTimeoutError("the donor did not offer its memory in time") from None
         except (OSError, RegionError) as error:
             raise LinkError(f"cannot map the donor's memory: {error}") from None
-        row_bytes = theirs.row_bytes
-        if row_bytes != self._region.row_bytes:
-            theirs.close()
-            del theirs
-            raise LinkError(
-                f"the donor's rows have {row_bytes} bytes, the consumer's {self._region.row_bytes}"
-            )
         self._peer.close()
         # Set before `_withdrawn` is read, as `withdraw` does it the other way round.
         self._link = ConsumerLink(self._region, theirs, self._threads)
@@ -131,10 +105,8 @@ class _Offer:
 class _Acceptance:
     """Waits for the one consumer that knows the socket's name."""
 
-    def __init__(self, region: Region, secret: bytes, hello: bytes) -> None:
+    def __init__(self, region: Region) -> None:
         self._region = region
-        self._secret = secret
-        self._hello = hello
         self.answer = os.urandom(_NAME_BYTES)
         self._peer: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -147,8 +119,6 @@ class _Acceptance:
             self._peer, _ = self._listener.accept()
             self._listener.close()
             check_same_user(self._peer)
-            transcript = self._hello + self.answer
-            _exchange_proofs(self._peer, self._secret, transcript, _DONOR, _CONSUMER, deadline)
             self._peer.settimeout(remaining(deadline))
             offer_to_read(self._peer, self._region)
         except TimeoutError:
@@ -244,9 +214,7 @@ class ConsumerLink(Link):
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float
     ) -> Iterator[int]:
-        outside = [slot for slot in granted if slot >= self._their_rows]
-        if outside:
-            raise LinkError(f"row {outside[0]} is outside the donor's memory")
+        check_slots(granted, self._their_rows)
 
         def copy(slot: int, source: int) -> None:
             if time.monotonic() > deadline:
@@ -292,27 +260,3 @@ class DonorLink(Link):
 
 def _socket_name(name: bytes) -> str:
     return f"\0xinference-xavier-link-{name.hex()}"
-
-
-def _exchange_proofs(
-    peer: socket.socket,
-    secret: bytes,
-    transcript: bytes,
-    own_role: str,
-    other_role: str,
-    deadline: float,
-) -> None:
-    peer.settimeout(remaining(deadline))
-    peer.sendall(prove(secret, own_role, transcript))
-    verify(secret, other_role, transcript, _receive_exactly(peer, PROOF_BYTES, deadline))
-
-
-def _receive_exactly(peer: socket.socket, count: int, deadline: float) -> bytes:
-    received = b""
-    while len(received) < count:
-        peer.settimeout(remaining(deadline))
-        part = peer.recv(count - len(received))
-        if not part:
-            raise OSError("the other side closed")
-        received += part
-    return received
