@@ -361,12 +361,19 @@ MUTATIONS = (
         ("tests/protocol/test_transfer.py",),
     ),
     Mutation(
+        "transfer/links.py",
+        "if not hmac.compare_digest(proof, prove(self._context.secret, link_id)):",
+        "if not proof:",
+        "whoever finds a transfer process gets rows, of whichever model",
+        ("tests/transfer/test_sender.py",),
+    ),
+    Mutation(
         "tracker/namespaces.py",
         "        try:\n"
-        "            yield max(0.0, min(timeout, MAX_WATCH))\n"
+        "            yield min(timeout, MAX_WATCH)\n"
         "        finally:\n"
         "            self.count -= 1\n",
-        "        yield max(0.0, min(timeout, MAX_WATCH))\n        self.count -= 1\n",
+        "        yield min(timeout, MAX_WATCH)\n        self.count -= 1\n",
         "watches that are abandoned count for ever, until the tracker refuses all",
         ("tests/tracker/test_actor.py",),
     ),

@@ -201,8 +201,9 @@ class Mirror:
         """Like `apply`, but other threads run between the iterator's items. The update is complete
         when the iterator is exhausted; if it is not, the same update, or a later one since the same
         revision, must follow."""
+        check_update(update)
         touched = 0
-        for keys in self._steps(check_update(update)):
+        for keys in self._steps(update):
             touched += keys
             if touched >= PIECE:
                 touched = 0

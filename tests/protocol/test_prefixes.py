@@ -1,14 +1,9 @@
-"""What trackers and replicas tell each other about named prefixes is checked."""
+"""A request's id says which prefix it computes, or that its prompt is to be kept."""
 
 import pytest
 
 from xinference_xavier.protocol.prefixes import (
-    MAX_PREFIXES,
     Keeping,
-    Kept,
-    KeptPrefix,
-    check_kept,
-    check_wanted,
     keeping_of,
     prefix_of,
     request_id,
@@ -37,32 +32,3 @@ def test_a_request_says_that_its_prompt_is_to_be_kept(keeping: Keeping) -> None:
 @pytest.mark.parametrize("other", ["", "r", "r-xavier-keep-300-1000-", "xavier-keep-300000-1-r"])
 def test_other_requests_do_not(other: str) -> None:
     assert keeping_of(other) is None
-
-
-def test_what_is_wanted() -> None:
-    assert check_wanted({PREFIX: True}) == {PREFIX: True}
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        [PREFIX],
-        {"../etc": True},
-        {PREFIX: 1},
-        {f"{number:016x}": True for number in range(MAX_PREFIXES + 1)},
-    ],
-    ids=["list", "name", "number", "too many"],
-)
-def test_anything_else_is_refused(wanted: object) -> None:
-    with pytest.raises(ValueError, match="malformed prefixes"):
-        check_wanted(wanted)
-
-
-def test_what_is_kept() -> None:
-    kept = Kept({PREFIX: KeptPrefix(100, 4, 3, firm=True)}, 10, 5, 4)
-    assert check_kept(kept) == kept
-
-
-def test_a_replica_cannot_claim_nonsense() -> None:
-    with pytest.raises(ValueError, match="malformed kept prefixes"):
-        check_kept(({PREFIX: (100, 4, -1, True)}, 10, 5, 4))

@@ -206,12 +206,3 @@ def test_chunks_that_are_not_stored_yet_are_kept_when_they_come(replica: Replica
     replica.store(b"abc")
     replica.pool.reserve(split(b"01234567"))
     assert replica.kept.keep(None).prefixes[A].held == 3
-
-
-def test_malformed_wishes_change_nothing(replica: Replica) -> None:
-    replica.compute(A, b"abc")
-    replica.kept.keep({A: True})
-    for wrong in ({"name": True}, {A: 1}, [A], {A: None}):
-        with pytest.raises(ValueError, match="malformed prefixes"):
-            replica.kept.keep(wrong)  # type: ignore[arg-type]
-    assert replica.kept.keep(None).firm_chunks == 3

@@ -1,37 +1,28 @@
 """Values from peers are checked; a ValueError names the wrong one."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from xinference_xavier.errors import shown
 from xinference_xavier.runtime.validate import (
-    Address,
+    Count,
     Identifier,
     check_count,
-    check_identifier,
     check_json_size,
-    check_seconds,
     first_reason,
-    up_to,
 )
 
 
 @pytest.mark.parametrize(
     ("check", "good", "bad"),
     [
-        (check_identifier, ["a", "x" * 256], ["", "x" * 257, b"a", None, 7]),
         (
             lambda name, value: check_count(name, value, 1, 3),
             [1, 3],
             [0, 4, True, 2.0, "2", 10**5000],
-        ),
-        (
-            lambda name, value: check_seconds(name, value, 60),
-            [0.001, 59],
-            [0, -1, 60, float("nan"), float("inf"), "1", None],
         ),
         (
             lambda name, value: check_json_size(name, value, 5),
@@ -39,7 +30,7 @@ from xinference_xavier.runtime.validate import (
             ["abcd", {1}, float("nan"), object(), b""],
         ),
     ],
-    ids=["identifier", "count", "seconds", "JSON"],
+    ids=["count", "JSON"],
 )
 def test_right_values_pass_and_wrong_ones_are_refused_by_name(
     check: Callable[[str, Any], None], good: list[Any], bad: list[Any]
@@ -55,16 +46,7 @@ def test_right_values_pass_and_wrong_ones_are_refused_by_name(
     ("kind", "good", "bad"),
     [
         (Identifier, ["a", "x" * 256], ["", "x" * 257, b"a", None, 7, "\ud800"]),
-        (
-            Address,
-            ["host:1", "10.0.0.1:65535", "[::1]:80"],
-            ["host", ":1", "host:", "host:x", "a:b:1", "http://h:1", "h:65536", None],
-        ),
-        (
-            Annotated[tuple[int, ...], up_to(7)],
-            [(), (0, 7)],
-            [[], (8,), (-1,), (True,), ("1",), (10**5000,), None],
-        ),
+        (Count, [0, 7], [-1, True, "1", 1 << 63, 10**5000, None]),
     ],
 )
 def test_declared_types_are_enforced(kind: Any, good: list[Any], bad: list[Any]) -> None:
@@ -77,15 +59,12 @@ def test_declared_types_are_enforced(kind: Any, good: list[Any], bad: list[Any])
 
 
 def test_the_first_of_several_faults_is_one_line() -> None:
-    adapter = TypeAdapter(dict[str, tuple[int, Address]])
+    adapter = TypeAdapter(dict[str, tuple[int, Identifier]])
     with pytest.raises(ValidationError) as caught:
         adapter.validate_python({"a": ("1" * 1000, 2), "b": 3}, strict=True)
     reason = first_reason(caught.value)
     assert reason.startswith("a.0='111")
     assert reason.endswith("': Input should be a valid integer")
-    with pytest.raises(ValidationError) as caught:
-        adapter.validate_python({"a": (1, "host")})
-    assert first_reason(caught.value) == ("a.1='host': address 'host' is not of the form host:port")
     assert first_reason(ValueError("plain")) == "plain"
 
 

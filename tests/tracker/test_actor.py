@@ -154,8 +154,8 @@ async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any,
     assert update.settings == Settings()
     with pytest.raises(NotMemberError):
         await look(tracker, "c")
-    with pytest.raises(ValueError, match="sequence=0"):
-        await tracker.publish(NS, "a", 0, K1, b"")
+    with pytest.raises(ValueError, match="not a multiple of key length"):
+        await tracker.publish(NS, "a", 2, K1 + b"x", b"")
     assert await tracker.status()
     assert await tracker.report_load(NS, "a", LOAD, (PROMPT,)) is False
     await tracker.observe("", 0, 0, 0.0)

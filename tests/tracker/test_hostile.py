@@ -1,5 +1,5 @@
-"""A tracker and its replicas refuse each other's malformed messages; a tracker refuses and counts
-excess. Other replicas do not notice."""
+"""A tracker refuses a replica's malformed reports, and counts excess; other replicas do not
+notice."""
 
 import asyncio
 import re
@@ -41,32 +41,8 @@ def with_change(**fields: Any) -> Update:
 
 @pytest.mark.parametrize(
     "update",
-    [
-        None,
-        tuple(NEXT)[:-2],
-        NEXT._replace(revision=-1),
-        NEXT._replace(revision="2"),  # type: ignore[arg-type]
-        NEXT._replace(epoch=None),  # type: ignore[arg-type]
-        NEXT._replace(settings=None),  # type: ignore[arg-type]
-        NEXT._replace(settings=Settings(2, 0)),  # type: ignore[arg-type]
-        NEXT._replace(key_bytes=0),
-        NEXT._replace(key_bytes=2000),
-        NEXT._replace(members=[OWN]),  # type: ignore[arg-type]
-        NEXT._replace(members=None),  # type: ignore[arg-type]
-        NEXT._replace(members=(OWN, Member("a", "nowhere"))),
-        NEXT._replace(members=(OWN, Member([], "h:1"))),  # type: ignore[arg-type]
-        NEXT._replace(members=(OWN, A._replace(serves=1))),  # type: ignore[arg-type]
-        NEXT._replace(left=("a", 1)),  # type: ignore[arg-type]
-        NEXT._replace(changes=None),  # type: ignore[arg-type]
-        NEXT._replace(changes=(NEXT.changes[0], None)),  # type: ignore[arg-type]
-        with_change(incarnation=[]),
-        with_change(sequence=-1),
-        with_change(sequence="3"),
-        with_change(added=[KEY]),
-        with_change(added=b"12345"),
-        with_change(removed=b"1"),
-        with_change(removed=None),
-    ],
+    [with_change(added=b"12345"), with_change(removed=b"1"), with_change(removed=None)],
+    ids=["added", "removed", "nothing"],
 )
 def test_a_mirror_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
     """Half an update would be believed from then on."""
@@ -81,93 +57,22 @@ def test_a_mirror_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("a",))
 
 
-BAD_NAMES: list[Any] = ["", "x" * 257, None, 7, [], {}]
-
-
-@pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: f"{name!r:.9}")
-async def test_names_are_checked_in_every_call(tracker: Any, name: Any) -> None:
-    await join(tracker, A)
-    for namespace, incarnation in ((name, "a"), (NS, name)):
-        for call in (
-            tracker.join(namespace, Member(incarnation, A.address), 4, Settings()),
-            tracker.heartbeat(namespace, incarnation, {}),
-            tracker.publish(namespace, incarnation, 1, KEY, b""),
-            tracker.replace(namespace, incarnation, 1, KEY),
-            tracker.watch(namespace, incarnation, "", 0, 0.0),
-            tracker.set_serving(namespace, incarnation, True),
-            tracker.claim(namespace, incarnation, KEY, 1.0),
-            tracker.release(namespace, incarnation, KEY),
-            tracker.report_load(namespace, incarnation, LOAD),
-            tracker.leave(namespace, incarnation),
-        ):
-            with pytest.raises(ValueError, match=r"(namespace|incarnation)="):
-                await call
-    for call in (tracker.report_startup_error(name, "cause"), tracker.pop_startup_error(name)):
-        with pytest.raises(ValueError, match="is not a text of"):
-            await call
-    assert await tracker.publish(NS, "a", 1, KEY, b"") is Outcome.APPLIED
-
-
 @pytest.mark.parametrize(
     ("method", "arguments", "complaint"),
     [
-        ("join", (NS, None, 4, Settings()), "malformed member"),
-        ("join", (NS, "ab", 4, Settings()), "malformed member"),
-        ("join", (NS, ("a",), 4, Settings()), "malformed member"),
-        ("join", (NS, ("a", "h:1", 1), 4, Settings()), "malformed member"),
-        ("join", (NS, Member("a", 5), 4, Settings()), "address=5"),  # type: ignore[arg-type]
-        ("join", (NS, Member("a", "nowhere"), 4, Settings()), "address"),
-        ("join", (NS, Member("a", "h:"), 4, Settings()), "address"),
-        ("join", (NS, Member("a", "h:x"), 4, Settings()), "address"),
-        ("join", (NS, Member("a", "h:99999"), 4, Settings()), "address"),
-        ("join", (NS, Member("a", "unixsocket:///1"), 4, Settings()), "address"),
-        ("join", (NS, A, 0, Settings()), "key_bytes=0"),
         ("join", (NS, A, 5, Settings()), "keys of 5 bytes among keys of 4 bytes"),
-        ("join", (NS, A, 4, None), "malformed settings"),
-        ("join", (NS, A, 4, Settings(-1, True)), "malformed settings: version=-1"),
-        ("join", (NS, A, 4, Settings(1, 2)), "enabled=2"),  # type: ignore[arg-type]
         ("join", (NS, A, 4, Settings(), "", 99), "run the same version of xinference-xavier"),
-        ("publish", (NS, "b", 0, KEY, b""), "sequence=0"),
-        ("publish", (NS, "b", True, KEY, b""), "sequence=True"),
-        ("publish", (NS, "b", 1, [KEY], b""), "added is list"),
-        ("publish", (NS, "b", 1, b"", None), "removed is NoneType"),
+        ("publish", (NS, "b", 1, [KEY], b""), "keys is list"),
         ("publish", (NS, "b", 1, b"", b"123"), "not a multiple of key length 4"),
-        ("replace", (NS, "b", 1, bytearray(4)), "keys is bytearray"),
         ("replace", (NS, "b", 1, b"123"), "not a multiple of key length 4"),
-        ("claim", (NS, "b", [KEY], 1.0), "keys is list"),
         ("claim", (NS, "b", b"123", 1.0), "not a multiple of key length 4"),
-        ("claim", (NS, "b", KEY, float("nan")), "seconds=nan"),
-        ("claim", (NS, "b", KEY, 601.0), "seconds=601"),
-        ("release", (NS, "b", None), "keys is NoneType"),
         ("release", (NS, "b", b"123"), "not a multiple of key length 4"),
-        ("watch", (NS, "b", "", -1, 1.0), "revision=-1"),
-        ("watch", (NS, "b", "", 0, float("nan")), "timeout=nan"),
-        ("watch", (NS, "b", "", 0, float("inf")), "timeout=inf"),
-        ("watch", (NS, "b", "", 0, "1"), "timeout='1'"),
-        ("observe", ("", -1, 0, 0.0), "revision=-1"),
-        ("observe", ("", "0", 0, 0.0), "revision='0'"),
-        ("observe", ("", 0, -1, 0.0), "version=-1"),
-        ("observe", ("", 0, None, 0.0), "version=None"),
-        ("observe", ("", 0, 1 << 63, 0.0), "version="),
-        ("observe", ("", 0, 0, float("inf")), "timeout=inf"),
-        ("observe", ("", 0, 0, "1"), "timeout='1'"),
-        ("set_serving", (NS, "b", 1), "serves=1 is neither True nor False"),
         ("heartbeat", (NS, "b", []), "stats is list"),
         ("heartbeat", (NS, "b", {"x": b""}), "cannot be written as JSON"),
         ("heartbeat", (NS, "b", {"x": "x" * 70_000}), "more than 65536"),
-        ("set_enabled", ("false",), "enabled='false'"),
-        *(
-            ("set_enabled", (False, wrong), "is not a time from 0 to 3600 s")
-            for wrong in (-1.0, 3601, float("nan"), "60")
-        ),
-        ("report_startup_error", ("r", None), "cause=None is not text"),
-        *(
-            ("set_routing", (wrong,), "is not one of auto, backlog, off")
-            for wrong in ("fast", "", None, "OFF", ["off"], {}, 1)
-        ),
     ],
 )
-async def test_malformed_input_is_refused(
+async def test_what_one_replica_sends_cannot_break_the_others(
     tracker: Any, method: str, arguments: tuple[Any, ...], complaint: str
 ) -> None:
     await join(tracker, B)
@@ -199,14 +104,6 @@ async def test_a_report_of_load_is_taken_over_as_a_whole_or_not_at_all(
     after = await tracker.observe("", 0, 0, 0.0)
     assert (after.version, after.requests) == (before.version, ())
     assert await tracker.report_load(NS, "a", LOAD, (PROMPT,))
-
-
-@pytest.mark.parametrize("timeout", [-(10**4000), 10**4000], ids=["low", "high"])
-async def test_nobody_waits_longer_than_the_tracker_allows(tracker: Any, timeout: int) -> None:
-    """Here both calls return at once."""
-    await join(tracker, A)
-    assert (await tracker.watch(NS, "a", "", 0, timeout)).members == (A,)
-    assert (await tracker.observe([], 0, 0, timeout)).complete
 
 
 async def test_a_publication_is_bounded(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

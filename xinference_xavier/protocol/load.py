@@ -137,7 +137,6 @@ _OBSERVATION = TypeAdapter(Observation)
 
 
 check_load = checker(Load, "load")
-check_drain = checker(Drain, "drain")
 
 
 def check_requests(requests: object) -> tuple[RequestReport, ...]:

@@ -8,17 +8,10 @@ for with `prompt_cache_retention`.
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Annotated, NamedTuple
-
-from pydantic import Field, TypeAdapter
-
-from xinference_xavier.protocol.tracker import checked, checker
-from xinference_xavier.runtime.validate import Count
+from typing import NamedTuple
 
 MAX_PREFIXES = 10_000
 """Most prefixes of a model."""
-PrefixId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _REQUEST = "xavier-prefix-"
 _REQUEST_ID = re.compile(re.escape(_REQUEST) + r"([0-9a-f]{16})(-\d+)?")
 _KEEPING = "xavier-keep-"
@@ -37,25 +30,19 @@ class KeptPrefix(NamedTuple):
     """A prefix at one replica: `held` of its `chunks` are in the pool. They are not evicted if it
     is `firm`."""
 
-    tokens: Count
-    chunks: Count
-    held: Count
+    tokens: int
+    chunks: int
+    held: int
     firm: bool
 
 
 class Kept(NamedTuple):
     """What one replica keeps. Of its `pool_chunks`, it may keep `budget_chunks` firmly."""
 
-    prefixes: dict[PrefixId, KeptPrefix]
-    pool_chunks: Count
-    budget_chunks: Count
-    firm_chunks: Count
-
-
-_WANTED = TypeAdapter(
-    Annotated[dict[PrefixId, Annotated[bool, Field(strict=True)]], Field(max_length=MAX_PREFIXES)]
-)
-check_kept = checker(Kept, "kept prefixes")
+    prefixes: dict[str, KeptPrefix]
+    pool_chunks: int
+    budget_chunks: int
+    firm_chunks: int
 
 
 def request_id(prefix: str, number: int) -> str:
@@ -79,8 +66,3 @@ def keeping_of(request_id: str) -> Keeping | None:
     if match is None:
         return None
     return Keeping(float(match[1]), min(1.0, int(match[2]) / 1000))
-
-
-def check_wanted(wanted: object) -> Mapping[str, bool]:
-    """The prefixes to keep, and whether firmly. Raises ValueError."""
-    return checked(_WANTED, "prefixes", wanted)

@@ -98,8 +98,6 @@ class Explainer:
         return "disk" if all(map(self._is_saved, missing)) else "none"
 
 
-
-
 def _common(holders: Callable[[bytes], int], keys: Sequence[bytes]) -> int:
     return functools.reduce(operator.and_, map(holders, keys))
 

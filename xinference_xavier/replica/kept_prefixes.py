@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool, protect
-from xinference_xavier.protocol.prefixes import Keeping, Kept, KeptPrefix, check_wanted
+from xinference_xavier.protocol.prefixes import Keeping, Kept, KeptPrefix
 from xinference_xavier.protocol.tracker import GROUP
 
 MAX_MARKS = 1000
@@ -76,7 +76,7 @@ class KeptPrefixes:
         """Keep these prefixes, firmly or not, and no others; return what is kept now. None changes
         nothing."""
         if wanted is not None:
-            self._change(check_wanted(wanted))
+            self._change(wanted)
         kept = {
             name: KeptPrefix(
                 prefix.tokens,

@@ -25,7 +25,6 @@ from xinference_xavier.serving.sse import Listeners, Stream, live, notice_server
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 
-
 def add_cluster(context: Any, trackers: TrackerGateway) -> None:
     """The only route where the extension is off. `context` is xinference's APIExtensionContext."""
 

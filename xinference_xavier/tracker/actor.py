@@ -1,9 +1,10 @@
 """The tracker of one model: the supervisor's side of sharing. Replicas refill a new one.
 
 Threading: everything runs on the event loop of the actor's pool, and calls interleave only where
-they await: in `watch`, in `wait_events` and in calls to replicas. Input is checked before use.
+they await: in `watch`, in `wait_events` and in calls to replicas. What replicas report is checked
+as far as it could harm the others: its version, its lengths, what routers and status pages read.
 
-Errors: ValueError for malformed input, TrackerFullError beyond the limits, NotMemberError for a
+Errors: ValueError for a malformed report, TrackerFullError beyond the limits, NotMemberError for a
 replica that has to join first.
 """
 
@@ -37,33 +38,18 @@ from xinference_xavier.protocol.load import (
 )
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import (
-    MAX_CLAIM_SECONDS,
-    MAX_WEIGHTS_VERSION,
     PROTOCOL_VERSION,
     JoinReply,
     Member,
     Outcome,
     Settings,
     Update,
-    check_for_s,
-    check_member,
-    check_packed,
-    check_packed_question,
-    check_routing,
-    check_settings,
     check_stats,
-    check_switch,
     check_version,
     without_rank,
 )
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.net import patch_cancels
-from xinference_xavier.runtime.validate import (
-    MAX_KEY_BYTES,
-    check_count,
-    check_identifier,
-    check_seconds,
-)
 from xinference_xavier.stats.report import History
 from xinference_xavier.tracker import fanout
 from xinference_xavier.tracker.log import (
@@ -164,12 +150,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         are the newest it has seen: a new tracker learns from them whether sharing is switched off.
         """
         check_version(version)
-        check_identifier("namespace", namespace)
-        member = check_member(member)
-        check_count("key_bytes", key_bytes, 1, MAX_KEY_BYTES)
-        if replica:
-            check_identifier("replica", replica)
-        settings = check_settings(settings)
         index = self._namespaces.join(namespace, member, key_bytes, self._clock())
         if settings.version > self._namespaces.settings.version:
             # What an earlier tracker would have put back has ended with it.
@@ -212,7 +192,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def set_serving(self, namespace: str, incarnation: str, serves: bool) -> None:
         """Tell the others whether they can fetch from `incarnation` now."""
-        check_switch("serves", serves)
         found = self._namespaces.find(namespace, incarnation)
         if found is not None:
             found.index.set_serving(incarnation, serves)
@@ -226,7 +205,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def report_startup_error(self, replica: str, cause: str) -> None:
         """Keep why the engine of `replica` (xinference's name for it) could not start."""
-        check_identifier("replica", replica)
         self._startup_errors.record(replica, cause)
 
     # What replicas report: holdings
@@ -236,9 +214,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     ) -> Outcome:
         """Apply a publication: the packed keys that `incarnation` holds from now on, and those it
         no longer holds."""
-        check_count("sequence", sequence, 1)
-        check_packed("added", added)
-        check_packed("removed", removed)
         found = self._namespaces.find(namespace, incarnation)
         if found is None:
             return Outcome.UNKNOWN
@@ -248,8 +223,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self, namespace: str, incarnation: str, sequence: int, keys: bytes
     ) -> Outcome:
         """Replace everything `incarnation` holds by the packed `keys`."""
-        check_count("sequence", sequence, 1)
-        check_packed("keys", keys)
         found = self._namespaces.find(namespace, incarnation)
         if found is None:
             return Outcome.UNKNOWN
@@ -263,7 +236,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
         Raises NotMemberError, also if the lease ends meanwhile.
         """
-        check_count("revision", revision, 0)
         with self._watch_limit.admit(timeout) as seconds:
             return await self._namespaces.watch(namespace, incarnation, epoch, revision, seconds)
 
@@ -273,14 +245,11 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         Returns 0, and the claim holds for `seconds`; or, if a peer claimed some of them before, how
         many leading keys that peer computes, for which the replica may wait. Raises NotMemberError.
         """
-        check_packed("keys", keys)
-        check_seconds("seconds", seconds, MAX_CLAIM_SECONDS)
         found = self._namespaces.find_member(namespace, incarnation)
         return found.claim(incarnation, keys, self._clock(), seconds)
 
     async def release(self, namespace: str, incarnation: str, keys: bytes) -> None:
         """End the claim of `incarnation` on the packed `keys`."""
-        check_packed("keys", keys)
         found = self._namespaces.find(namespace, incarnation)
         if found is not None:
             found.release(incarnation, keys)
@@ -319,7 +288,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def wait_events(self, after: int, timeout: float) -> list[EventRecord]:
         """Return the events with numbers above `after`, or wait up to `timeout` seconds for one.
         Raises ActorNotExist if this tracker ends meanwhile: another may have taken its place."""
-        check_count("after", after, 0)
         with self._watch_limit.admit(timeout) as seconds:
             events = await self._events.wait_since(after, seconds)
         self._check_alive()
@@ -329,8 +297,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """What is new for a router since `revision` of `epoch`, and since `version` of the loads;
         at the latest after `timeout` seconds. Raises ActorNotExist if this tracker ends meanwhile.
         """
-        check_count("revision", revision, 0)
-        check_count("version", version, 0)
         with self._watch_limit.admit(timeout) as seconds:
             found = await self._observers.wait(epoch, revision, version, seconds)
         self._check_alive()
@@ -339,7 +305,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def members_of(self, replica: str) -> list[Member]:
         """The members that belong to xinference's replica of this name: with data parallelism,
         several engines."""
-        check_identifier("replica", replica)
         return [
             member
             for member in self._namespaces.all_members()
@@ -367,9 +332,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def drained(self, replica: str, requests: int, chunks: int) -> None:
         """The replica is removed now. So many `requests` have not ended, and peers have so many
         `chunks` that only it held."""
-        check_identifier("replica", replica)
-        check_count("requests", requests, 0)
-        check_count("chunks", chunks, 0)
         event = ReplicaDrained(
             model_uid=self._model_uid, replica=replica, requests=requests, chunks=chunks
         )
@@ -382,7 +344,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
         """Locates the chunks of a packed question; see `fanout.explain`."""
-        check_packed_question(packed)
         return await fanout.explain(self._namespaces, packed)
 
     async def keep_prefixes(
@@ -404,19 +365,16 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def set_enabled(self, enabled: bool, for_s: float | None = None) -> Settings:
         """Switch sharing on or off for all replicas of the model. With `for_s`, all that was
         changed for some time is put back after so many seconds."""
-        check_switch("enabled", enabled)
         return self._change(for_s, enabled=enabled)
 
     async def set_routing(self, routing: str, for_s: float | None = None) -> Settings:
         """Change how requests of the model are routed, perhaps `for_s` seconds only."""
-        check_routing(routing)
         return self._change(for_s, routing=routing)
 
     def _change(self, for_s: float | None, **changes: Any) -> Settings:
         settings = self._namespaces.settings
         then = settings.then
         if for_s is not None:
-            check_for_s(for_s)
             then = settings.lasting
             self._put_back_at = self._clock() + for_s
         elif then is not None:
@@ -443,7 +401,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
         """Tell every replica which version its weights are; see `fanout.set_weights_version`."""
-        check_identifier("weights_version", version, MAX_WEIGHTS_VERSION)
         members = self._namespaces.members_and_moving()
         return await fanout.set_weights_version(members, version)
 
@@ -456,7 +413,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def pop_startup_error(self, replica: str) -> str | None:
         """Return, once, why the engine of `replica` could not start; None if nothing was
         reported."""
-        check_identifier("replica", replica)
         return self._startup_errors.pop(replica)
 
     # Expiry

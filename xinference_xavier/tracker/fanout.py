@@ -11,9 +11,9 @@ from operator import attrgetter
 from typing import Any
 
 from xinference_xavier.errors import ExplainError
-from xinference_xavier.protocol.load import Drain, check_drain
-from xinference_xavier.protocol.prefixes import Kept, check_kept
-from xinference_xavier.protocol.tracker import Member, check_explanation, check_stats
+from xinference_xavier.protocol.load import Drain
+from xinference_xavier.protocol.prefixes import Kept
+from xinference_xavier.protocol.tracker import Member, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask
 from xinference_xavier.tracker.index import Lease
@@ -29,13 +29,8 @@ KEEP_DEADLINE = 5.0
 DRAIN_DEADLINE = 1.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
-_CHECKS: dict[str, Callable[[object], object]] = {
-    "stats": check_stats,
-    "self_check": check_stats,
-    "explain": check_explanation,
-    "keep": check_kept,
-    "drain": check_drain,
-}
+_STATS = {"stats", "self_check"}
+"""Calls whose answers become part of all replicas' JSON."""
 _ASKED_OFTEN = {"stats", "drain"}
 
 
@@ -186,19 +181,19 @@ async def _status(
 async def _call_all(
     members: Sequence[Member], method: str, deadline: float, *args: object
 ) -> dict[str, Any]:
-    """Answers by incarnation; an exception in place of a missing or malformed one."""
+    """Answers by incarnation; an exception in place of a missing one, or of one that is no JSON."""
     calls = (_call(member, method, deadline, *args) for member in members)
     answers = await asyncio.gather(*calls, return_exceptions=True)
     return {member.incarnation: answer for member, answer in zip(members, answers, strict=True)}
 
 
 async def _call(member: Member, method: str, deadline: float, *args: object) -> Any:
-    """Raises what the replica raises, ValueError for a malformed answer, TimeoutError."""
+    """Raises what the replica raises, ValueError for stats that are no JSON, TimeoutError."""
     incarnation = member.incarnation
     try:
         answer = await ask(deadline, member.address, replica_uid(incarnation), method, *args)
-        if method in _CHECKS:
-            _CHECKS[method](answer)
+        if method in _STATS:
+            check_stats(answer)
     except ExplainError:
         raise  # an answer as well
     except Exception as error:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 
-from xinference_xavier.errors import shown
 from xinference_xavier.events import (
     Event,
     Hook,
@@ -80,10 +79,8 @@ class StartupErrors:
         self.refused = 0
         self._causes: dict[str, str] = {}
 
-    def record(self, replica: str, cause: object) -> None:
+    def record(self, replica: str, cause: str) -> None:
         """Keep `cause` unless there is an earlier one, of which it may be a consequence."""
-        if not isinstance(cause, str):
-            raise ValueError(f"cause={shown(cause)} is not text")
         if len(self._causes) < MAX_STARTUP_ERRORS or replica in self._causes:
             self._causes.setdefault(replica, cause[:MAX_STARTUP_ERROR])
         else:
