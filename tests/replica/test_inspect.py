@@ -51,8 +51,6 @@ def keys_at(held: str, mark: str) -> list[bytes]:
     return [key(place) for place, each in enumerate(held) if each == mark]
 
 
-
-
 def test_each_chunk_names_its_holders() -> None:
     answer = explain("xd------", peer="xx------")
     assert (answer["prompt_tokens"], answer["chunk_tokens"]) == (PROMPT, CHUNK)
