@@ -115,7 +115,7 @@ def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
         mirror = Mirror("a")
         mirror.apply(await tracker.watch("ns", "a", "", 0, 0.0))
         assert "b" in mirror.holders(b"key1")
-        json.dumps(await tracker.history())
+        json.loads(await tracker.history())
         check_observation(await tracker.observe("", 0, 0, 0.0))
         await tracker.report_load("ns", "b", LOAD, (PROMPT,))
 

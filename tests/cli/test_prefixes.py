@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from xinference_xavier.cli.commands import main
+from xinference_xavier.client import client as module
 
 PATH = "/v1/xavier/m/prefixes"
 MESSAGES = [{"role": "system", "content": "You are a guide."}]
@@ -31,21 +32,11 @@ class Server:
             return httpx.Response(201, json=self.report()) if path == PATH else httpx.Response(404)
         if path == PATH:
             return httpx.Response(200, json={"prefixes": [self.report()] if self.added else []})
-        if path == f"{PATH}/{self.added['name']}/events":
-            return self.progress()
         if path != f"{PATH}/{self.added['name']}":
             headers = {"x-xavier-not-found": "prefix"}
             return httpx.Response(404, json={"detail": "no such prefix"}, headers=headers)
         self.looks += 1
         return httpx.Response(200, json=self.report())
-
-    def progress(self) -> httpx.Response:
-        reports = []
-        while not reports or reports[-1]["state"] == "computing":
-            self.looks += 1
-            reports.append(self.report())
-        text = "".join(f"event: prefix\ndata: {json.dumps(each)}\n\n" for each in reports)
-        return httpx.Response(200, text=text, headers={"content-type": "text/event-stream"})
 
     def report(self) -> dict[str, Any]:
         done = self.looks >= 3
@@ -61,6 +52,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
+    monkeypatch.setattr(module, "_PAUSE", 0.0)
     client = partial(httpx.Client, transport=httpx.MockTransport(server))
     monkeypatch.setattr(httpx, "Client", client)
     return server

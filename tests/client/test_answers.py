@@ -1,6 +1,6 @@
 """A client raises `ApiError` for each answer that it cannot read, and for names without a route."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,18 +27,17 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "complete": lambda client: client.complete("m", "text", max_tokens=1),
     "cluster": lambda client: client.cluster(),
 }
-STREAMS: dict[str, Callable[[Any], Iterable[Any]]] = {
-    "status": lambda client: client.watch("m"),
-    "event": lambda client: client.events("m"),
-    "prefix": lambda client: client.watch_prefix("m", "guide"),
+ITERATORS: dict[str, Callable[[Any], Iterator[Any]]] = {
+    "watch": lambda client: client.watch("m"),
+    "events": lambda client: client.events("m"),
+    "watch_prefix": lambda client: client.watch_prefix("m", "guide"),
 }
 OTHERS = ('"text"', "[[1]]", '{"models": 7}', '{"prefixes": [7]}', "[" * 100_000)
 """Answers of another server. Each call can read some of them."""
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, answer: str, kind: str = "application/json") -> None:
-    headers = {"content-type": kind}
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=answer, headers=headers))
+def answering(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=answer))
     monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=transport))
 
 
@@ -56,12 +55,15 @@ def test_another_servers_answer_is_an_api_error_or_can_be_read(
         call(client)
 
 
-@pytest.mark.parametrize("data", ["{", "7", '{"event": 7}', "[" * 100_000])
-@pytest.mark.parametrize("name", STREAMS)
-def test_so_is_a_streams_message(monkeypatch: pytest.MonkeyPatch, name: str, data: str) -> None:
-    answering(monkeypatch, f"event: {name}\ndata: {data}\n\n", "text/event-stream")
-    with XavierClient(ENDPOINT) as client, pytest.raises(ApiError, match="cannot be read"):
-        next(iter(STREAMS[name](client)))
+@pytest.mark.parametrize("look", ITERATORS.values(), ids=ITERATORS)
+def test_so_is_an_answer_of_many(
+    monkeypatch: pytest.MonkeyPatch, look: Callable[[Any], Iterator[Any]]
+) -> None:
+    for answer in ("7", '{"event": 7}', '{"last": 1, "events": [7]}'):
+        with monkeypatch.context() as patch:
+            answering(patch, answer)
+            with XavierClient(ENDPOINT) as client, pytest.raises(ApiError, match="cannot be read"):
+                next(look(client))
 
 
 @pytest.mark.parametrize("name", ["a/b", ".", ".."])

@@ -2,11 +2,10 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
-from tests.harness.api import ApiProcess, Pair
+from tests.harness.api import Pair
 from tests.harness.replicas import (
     CHUNK_TOKENS,
     MODEL,
@@ -16,7 +15,7 @@ from tests.harness.replicas import (
     wait_until,
 )
 from xinference_xavier.client import XavierClient
-from xinference_xavier.errors import ApiError, ModelNotFoundError
+from xinference_xavier.errors import ModelNotFoundError
 from xinference_xavier.stats.answers import EventRecord
 from xinference_xavier.stats.schema import ModelStatus
 
@@ -134,24 +133,3 @@ def test_a_model_that_does_not_share_is_not_found(client: XavierClient) -> None:
         client.status("other")
     with pytest.raises(ModelNotFoundError, match="does not share its cache here"):
         next(client.watch("other"))
-
-
-def test_a_listener_does_not_keep_the_server_from_stopping() -> None:
-    api = ApiProcess()
-    try:
-        with XavierClient(api.endpoint) as client:
-            statuses = client.watch(MODEL)
-            next(statuses)
-            api.stop()
-            with suppress(ApiError):  # the stream ends properly or is cut
-                assert len(list(statuses)) < 10
-    finally:
-        api.kill()
-
-
-def test_a_listener_that_leaves_frees_its_place(client: XavierClient) -> None:
-    """More listeners come and go in turn than the server has places for."""
-    for _ in range(120):
-        watching = client.watch(MODEL)
-        next(watching)
-        watching.close()  # type: ignore[attr-defined]  # it is a generator

@@ -131,13 +131,10 @@ async def test_not_every_use_is_written_but_the_last_ones_are_at_the_end(
 async def test_what_one_process_changes_another_one_knows(names: Names, other: Names) -> None:
     added = await names.add("model", new())
     await other.refresh()
-    found = other.find("model", "", "guide")
-    assert found == added
+    assert other.find("model", "", "guide") == added
     await names.change(added, Terms(9.0))
     await other.refresh()
-    current = other.current(found)
-    assert current is not None
-    assert current.terms == Terms(9.0)
+    assert other.find("model", "", "guide").terms == Terms(9.0)
     await other.remove(added)
     await names.refresh()
     assert names.models() == []

@@ -17,6 +17,7 @@ from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.serving import api as module
 from xinference_xavier.serving.answers import MODEL, answered_for, model_access
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.stats.report import read
@@ -140,7 +141,6 @@ async def test_replicas_and_totals(model: Model) -> None:
         "ns",
     )
     assert (first["holdings"], second["holdings"]) == (2, 3)
-    assert 0 < first["lease_left_s"] <= 10
     assert first["stale"] is False
     assert read(ReplicaStats, first) == read(ReplicaStats, STATS)
     assert body["totals"] == {
@@ -153,6 +153,52 @@ async def test_replicas_and_totals(model: Model) -> None:
         "requests": 18,
         "seconds_saved": 3.0,
     }
+
+
+async def test_nobody_is_sent_again_what_he_has(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages ask each second."""
+    await model.add("a")
+    async with asyncio.timeout(60):
+        while not (await model.get())["tracker"]["watches"]:
+            pass  # the API's router has begun to listen
+    tag = (await model.client.get(URL)).headers["etag"]
+    monkeypatch.setattr(module, "MAX_AGE", 3600.0)
+    for _ in range(2):
+        again = await model.client.get(URL, headers={"if-none-match": tag})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+        await model.tracker.set_enabled(False)
+    assert not (await model.get())["enabled"], "who has none gets the latest"
+    monkeypatch.setattr(module, "MAX_AGE", -1.0)
+    later = await model.client.get(URL, headers={"if-none-match": tag})
+    assert (later.json()["enabled"], later.headers["etag"] != tag) == (False, True)
+
+
+async def test_the_latest_events_and_then_only_new_ones(model: Model) -> None:
+    await model.add("a")
+    first = (await model.client.get(f"{URL}/events")).json()
+    assert [each["event"] for each in first["events"]] == ["ReplicaJoined"]
+    after = {"after": first["last"]}
+    assert (await model.client.get(f"{URL}/events", params=after)).json() == {
+        **{"last": first["last"], "events": []}
+    }
+    await model.tracker.set_enabled(False)
+    new = (await model.client.get(f"{URL}/events", params=after)).json()
+    assert [each["event"] for each in new["events"]] == ["SharingSwitched"]
+    assert new["last"] > first["last"]
+
+
+@pytest.mark.parametrize("after", ["x", "-1"])
+async def test_what_is_no_number_of_an_event_is_refused(model: Model, after: str) -> None:
+    answer = await model.client.get(f"{URL}/events", params={"after": after})
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith(f"after='{after}': Input should be")
+
+
+async def test_samples_of_the_last_hour(model: Model) -> None:
+    answer = (await model.client.get(f"{URL}/history")).json()
+    assert answer.keys() == {"interval_s", "samples"}
 
 
 async def test_a_replica_that_does_not_answer_is_marked(model: Model) -> None:
@@ -270,6 +316,7 @@ async def test_an_unknown_model_is_not_found(client: httpx.AsyncClient) -> None:
     for answer in (
         await client.get("/v1/xavier/other"),
         await client.get("/v1/xavier/other/events"),
+        await client.get("/v1/xavier/other/history"),
         await client.patch("/v1/xavier/other", json={"enabled": False}),
         await client.post("/v1/xavier/other/flush"),
         await client.post("/v1/xavier/other/explain", json=QUESTION),

@@ -72,7 +72,6 @@ def member(name: str, figures: dict[str, Any], incarnation: str = "") -> dict[st
         "replica": name,
         "holdings": 30,
         "sequence": 1,
-        "lease_left_s": 9.0,
         "stats": figures,
     }
 

@@ -16,13 +16,11 @@ from xinference import extensions
 from tests.frontend.test_keeper import MODEL, Cluster
 from tests.serving.supervisors import api_context, gateway_to
 from xinference_xavier.client.client import _tenant
-from xinference_xavier.frontend import keeper
 from xinference_xavier.frontend.prefix import NewPrefix, Terms
 from xinference_xavier.serving import prefixes as module
 from xinference_xavier.serving.prefixes import (
     FILE,
     Prefixes,
-    PrefixRoutes,
     Starting,
     add_prefix_routes,
 )
@@ -110,31 +108,6 @@ async def test_a_prefix_is_added_shown_changed_and_removed(client: httpx.AsyncCl
     assert await names(client) == ["travel guide"]
     assert (await client.delete(f"{PATH}/travel%20guide")).json() == {"removed": "travel guide"}
     assert await names(client) == []
-
-
-async def test_progress_is_a_stream_of_events(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper, "TICK", 0.0)
-    monkeypatch.setattr(module, "TICK", 0.0)
-    await client.post(PATH, json=GUIDE)
-    answer = await client.get(f"{PATH}/travel%20guide/events")
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = [line for line in answer.text.splitlines() if line.startswith("event: ")]
-    assert set(events) == {"event: prefix"}
-    *before, last = answer.text.strip().split("\r\n\r\n")
-    assert '"state": "kept"' in last
-    assert not any('"state": "kept"' in each for each in before)
-
-
-async def test_the_stream_of_a_name_that_is_removed_ends(
-    started: Named, client: httpx.AsyncClient
-) -> None:
-    await client.post(PATH, json=GUIDE)
-    (prefix,) = started.names.of(MODEL)
-    await client.delete(f"{PATH}/travel%20guide")
-    (gone,) = [each async for each in PrefixRoutes(started, access)._progress(prefix)]
-    assert gone["event"] == "gone"
 
 
 async def test_no_tenant_sees_another_s_names(client: httpx.AsyncClient) -> None:

@@ -2,6 +2,7 @@
 report, and the sums of the replicas' counts, sampled over an hour, its history."""
 
 import itertools
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -160,7 +161,7 @@ def stats(peers: int) -> dict[str, Any]:
 
 
 def last(history: History) -> dict[str, Any]:
-    sample: dict[str, Any] = history.to_dict()["samples"][-1]
+    sample: dict[str, Any] = json.loads(history.to_json())["samples"][-1]
     return sample
 
 
@@ -194,11 +195,21 @@ def test_samples_are_an_interval_apart_and_reach_an_hour_back() -> None:
     history = History()
     for second in range(4000):
         history.tick(float(second), float(second))
-    samples = history.to_dict()["samples"]
+    samples = json.loads(history.to_json())["samples"]
     assert len(samples) == MAX_SAMPLES == 3600 / INTERVAL
     times = [sample["time"] for sample in samples]
     assert {after - before for before, after in itertools.pairwise(times)} == {INTERVAL}
     assert samples[-1]["time"] == 3990.0
+
+
+def test_all_who_ask_between_two_samples_get_the_same_text() -> None:
+    history = History()
+    history.tick(0.0, 0.0)
+    text = history.to_json()
+    history.tick(INTERVAL / 2, 0.0)
+    assert history.to_json() is text
+    history.tick(INTERVAL, 0.0)
+    assert history.to_json() != text
 
 
 def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:

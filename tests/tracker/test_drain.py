@@ -54,7 +54,7 @@ async def draining(tracker: Any) -> set[str]:
 async def events(tracker: Any) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in record.event.items() if name not in ("model_uid", "time")}
-        for record in await tracker.wait_events(0, 0.0)
+        for record in await tracker.events()
         if record.event["event"].startswith("ReplicaDrain")
     ]
 

@@ -132,7 +132,7 @@ class TestAChangeForSomeTime:
             assert self.switches(tracker) == (False, "off", Switches())
         now[0] += 1.0
         assert self.switches(tracker) == (True, None, None)
-        _, *told = (record.event for record in await tracker.wait_events(0, 0.0))
+        _, *told = (record.event for record in await tracker.events())
         assert [(each.get("enabled"), each.get("routing")) for each in told] == [
             (False, None),
             (None, "off"),
@@ -165,7 +165,7 @@ class TestAChangeForSomeTime:
 async def test_a_change_of_a_setting_is_an_event(tracker: Any) -> None:
     await tracker.set_routing("off")
     await tracker.set_enabled(False)
-    first, second = (record.event for record in await tracker.wait_events(0, 0.0))
+    first, second = (record.event for record in await tracker.events())
     assert (first["event"], first["routing"]) == ("RoutingChanged", "off")
     assert (second["event"], second["enabled"]) == ("SharingSwitched", False)
 
@@ -181,7 +181,6 @@ async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
     status = await tracker.status()
     assert json.loads(json.dumps(status)) == status
     (replica,) = status["namespaces"][NAMESPACE]["replicas"]
-    assert 0 < replica.pop("lease_left_s") <= 10
     assert replica == {
         "replica": "m-0",
         "incarnation": "a",
@@ -193,16 +192,6 @@ async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
         "stats": {"requests": 2},
     }
     assert (status["model_uid"], status["enabled"]) == (MODEL, True)
-
-
-async def test_a_tracker_that_ends_releases_its_listeners(tracker: Any) -> None:
-    """Another tracker may have taken its place, with events of its own."""
-    listening = asyncio.create_task(tracker.wait_events(0, 3600.0))
-    while not (await tracker.status())["watches"]:  # noqa: ASYNC110  # nothing announces it
-        await asyncio.sleep(0)
-    await xo.destroy_actor(tracker)
-    with pytest.raises(xo.ActorNotExist, match="the tracker of model has ended"):
-        await listening
 
 
 @pytest.mark.parametrize("hangs", [False, True])

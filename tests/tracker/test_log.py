@@ -1,7 +1,6 @@
 """What a tracker notes: replicas that join, are lost and come back; the latest events, its own and
 those that replicas report."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -114,15 +113,6 @@ def test_the_numbers_of_a_later_log_are_higher() -> None:
     assert rows_of(after, before.since(0)[-1].number) == [2]
 
 
-async def test_a_waiting_reader_gets_an_event_at_once() -> None:
-    log = EventLog()
-    waiting = asyncio.create_task(log.wait_since(0, 3600.0))
-    await asyncio.sleep(0)
-    log.add(event(5))
-    assert [record.event["rows"] for record in await waiting] == [5]
-    assert await log.wait_since(log.since(0)[-1].number, 0.01) == []
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -150,6 +140,6 @@ async def test_a_replica_with_malformed_events_stays_a_member() -> None:
     assert await tracker.heartbeat(NS, "a", {}, bad)
     assert await tracker.heartbeat(NS, "a", {}, [1])  # type: ignore[arg-type]
     assert await tracker.heartbeat(NS, "a", {}, (plain(1),) * 101)
-    names = [record.event["event"] for record in await tracker.wait_events(0, 0.0)]
+    names = [record.event["event"] for record in await tracker.events()]
     assert names == ["ReplicaJoined", "FetchRolledBack"]
     assert (await tracker.status())["refused"] == 3

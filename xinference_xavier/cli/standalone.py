@@ -31,7 +31,7 @@ from xinference_xavier.tracker.fanout import WEIGHTS_DEADLINE
 
 logger = logging.getLogger(__name__)
 
-_WATCH, _CONNECT_DEADLINE, _PAUSE = 30.0, 5.0, 1.0  # seconds
+_CONNECT_DEADLINE, _PAUSE = 5.0, 1.0  # seconds
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
@@ -128,12 +128,12 @@ async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], 
     last, log = 0, RateLimitedLog(logger)
     while True:
         try:
-            for number, event in await tracker.wait_events(last, _WATCH):
+            for number, event in await tracker.events(last):
                 last = number
                 on_event(event)
         except Exception as error:  # the disk of the output may be full for a moment
             log.warn("events", "events are not printed: error=%r", error)
-            await asyncio.sleep(_PAUSE)
+        await asyncio.sleep(_PAUSE)
 
 
 def endpoint(address: str) -> tuple[str, int]:

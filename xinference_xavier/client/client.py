@@ -7,16 +7,13 @@ The client raises `ApiError` for every failure, and needs neither torch nor vLLM
 one thread at a time.
 """
 
-import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-from httpx_sse import EventSource, ServerSentEvent, connect_sse
 
 from xinference_xavier.errors import (
     NOT_FOUND_HEADER,
@@ -42,13 +39,9 @@ _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
 ANSWER_TIMEOUT = 300.0
 _MAX_PORT = 65535
-_SILENCE = 60.0
-"""Seconds without a message after which a stream is abandoned; it sends one every second."""
-
+_NOT_MODIFIED = 304
 _PAUSE = 1.0
-"""Seconds before a stream is asked for again that its server has ended."""
-_REMEMBERED = 1000
-"""Events. A stream begins with at most 100."""
+"""Seconds between two looks at what changes."""
 _NO_HEADERS: Mapping[str, str] = {}
 Messages = Sequence[Mapping[str, Any]]
 _NOT_FOUND = {"model": ModelNotFoundError, "prefix": UnknownPrefixError}
@@ -164,10 +157,11 @@ class XavierClient:
     def watch_prefix(
         self, model_uid: str, name: str, cache_salt: str | None = None
     ) -> Iterator[NamedPrefix]:
-        """Every second, until it is kept, has failed or is removed. Raises UnknownPrefixError."""
-        path = _prefix_path(model_uid, name, "/events")
-        following = _Following("prefix", NamedPrefix.of, lambda each: each.state in ENDED)
-        return self._listen(path, following, _tenant(cache_salt))
+        """Every second, until it is kept or has failed. Raises UnknownPrefixError."""
+        while (latest := self.prefix(model_uid, name, cache_salt)).state not in ENDED:
+            yield latest
+            time.sleep(_PAUSE)
+        yield latest
 
     def change_prefix(
         self,
@@ -204,11 +198,31 @@ class XavierClient:
 
     def events(self, model_uid: str) -> Iterator[EventRecord]:
         """Recent events, then new ones as they happen, until the model ends."""
-        return self._listen(_path(model_uid, "/events"), _Following("event", EventRecord.of))
+        path, after = _path(model_uid, "/events"), 0
+
+        def look() -> list[EventRecord]:
+            nonlocal after
+            last, new = self._send("GET", f"{path}?after={after}", _events)
+            after = last
+            return new
+
+        for new in self._each_second(look):
+            yield from new
 
     def watch(self, model_uid: str) -> Iterator[ModelStatus]:
         """The status every second, until the model ends."""
-        return self._listen(_path(model_uid, "/events"), _Following("status", _model))
+        path, known = _path(model_uid), _NO_HEADERS
+        status: ModelStatus
+
+        def look() -> ModelStatus:
+            nonlocal known, status
+            answer = self._request("GET", path, headers=known)
+            if answer.status_code != _NOT_MODIFIED:
+                status = _read(_model, _decoded(answer))
+                known = {"If-None-Match": answer.headers.get("etag", "")}
+            return status
+
+        return self._each_second(look)
 
     def _send(
         self,
@@ -219,58 +233,30 @@ class XavierClient:
         timeout: float = _TIMEOUT,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> _T:
-        with _failures(self._http.base_url):
-            answer = self._http.request(method, path, json=body, timeout=timeout, headers=headers)
+        answer = self._request(method, path, body, timeout, headers)
         return _read(read_answer, _decoded(answer))
 
-    def _listen(
-        self, path: str, following: "_Following[_T]", headers: Mapping[str, str] = _NO_HEADERS
-    ) -> Iterator[_T]:
-        headers = dict(headers)  # the library writes its own into them
-        while True:
-            connecting = connect_sse(self._http, "GET", path, timeout=_SILENCE, headers=headers)
-            with _failures(self._http.base_url), connecting as source:
-                if not _is_stream(source):
-                    source.response.read()
-                    _decoded(source.response)
-                for message in source.iter_sse():
-                    yield from following.read(message)
-                    if following.ended:
-                        return
-            time.sleep(_PAUSE)
-
-
-class _Following(Generic[_T]):
-    """What has been heard of one kind of event. A server that is replaced ends its streams; the
-    next one begins with recent events, of which those that were heard are left out."""
-
-    def __init__(
+    def _request(
         self,
-        event: str,
-        read_data: Callable[[Any], _T],
-        is_last: Callable[[_T], bool] = lambda each: False,
-    ) -> None:
-        self.ended = False
-        self._event = event
-        self._read_data = read_data
-        self._is_last = is_last
-        self._heard = deque[str](maxlen=_REMEMBERED)
+        method: str,
+        path: str,
+        body: object = None,
+        timeout: float = _TIMEOUT,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> httpx.Response:
+        with _failures(self._http.base_url):
+            return self._http.request(method, path, json=body, timeout=timeout, headers=headers)
 
-    def read(self, message: ServerSentEvent) -> Iterator[_T]:
-        if message.event == "gone":
-            self.ended = True
-        elif message.event == self._event and not self._again(message):
-            data = _read(lambda text: self._read_data(json.loads(text)), message.data)
-            self.ended = self._is_last(data)
-            yield data
-
-    def _again(self, message: ServerSentEvent) -> bool:
-        if message.event != "event":  # those are numbered
-            return False
-        event = f"{message.id} {message.data}"
-        again = event in self._heard
-        self._heard.append(event)
-        return again
+    def _each_second(self, look: Callable[[], _T]) -> Iterator[_T]:
+        """What `look` returns, until the model ends. Raises ModelNotFoundError if it never was."""
+        yield look()
+        while True:
+            time.sleep(_PAUSE)
+            try:
+                found = look()
+            except ModelNotFoundError:
+                return
+            yield found
 
 
 def _read(kind: Callable[[Any], _T], answer: Any) -> _T:
@@ -286,6 +272,11 @@ def _read(kind: Callable[[Any], _T], answer: Any) -> _T:
 
 def _model(answer: Any) -> ModelStatus:
     return read(ModelStatus, answer)
+
+
+def _events(answer: Any) -> tuple[int, list[EventRecord]]:
+    """The number of the last one, and events."""
+    return int(answer["last"]), [*map(EventRecord.of, answer["events"])]
 
 
 def _path(model_uid: str, action: str = "") -> str:
@@ -341,11 +332,6 @@ def _failures(endpoint: httpx.URL) -> Iterator[None]:
             f"{str(endpoint).rstrip('/')} does not answer ({type(error).__name__}: {error}); is "
             "xinference running there, and is this its endpoint?"
         ) from error
-
-
-def _is_stream(source: EventSource) -> bool:
-    kind = source.response.headers.get("content-type", "")
-    return source.response.is_success and "text/event-stream" in kind
 
 
 def _decoded(answer: httpx.Response) -> Any:

@@ -339,11 +339,6 @@ class Names:
         now = self._clock()
         return [each for each in self._by_model.get(model_uid, {}).values() if each.expires > now]
 
-    def current(self, prefix: Prefix) -> Prefix | None:
-        """The same with its terms now; None if it is no longer there."""
-        known = self._by_id.get(prefix.id)
-        return known if known is not None and known.expires > self._clock() else None
-
     def named(self, model_uid: str, tenant: str, name: str) -> Prefix | None:
         prefix = self._by_model.get(model_uid, {}).get((tenant, name))
         return prefix if prefix is not None and prefix.expires > self._clock() else None

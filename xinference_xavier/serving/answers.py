@@ -33,8 +33,8 @@ MAX_BODY = 9 << 20
 
 
 class Route(APIRoute):
-    """A route of ours. It refuses a wrong body with status 400, the value, the reason and the
-    remedy, and stops reading one that is longer than `MAX_BODY`."""
+    """A route of ours. It refuses a wrong body or query with status 400, the value, the reason and
+    the remedy, and stops reading a body that is longer than `MAX_BODY`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -50,13 +50,15 @@ class Route(APIRoute):
     def _why(self, fault: Mapping[str, Any]) -> str:
         if fault["type"] == "value_error":  # one of ours, complete
             return str(fault["ctx"]["error"])
-        kinds = (each.annotation for each in signature(self.endpoint).parameters.values())
-        (body,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Body))
         if fault["type"] == "json_invalid":
-            found = fault["ctx"]["error"]
+            found = str(fault["ctx"]["error"])
         else:
             name = ".".join(map(str, fault["loc"][1:])) or "body"
             found = f"{name}={shown(fault['input'])}: {fault['msg']}"
+        if fault["loc"][0] == "query":
+            return found
+        kinds = (each.annotation for each in signature(self.endpoint).parameters.values())
+        (body,) = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Body))
         fields = ", ".join(body.model_fields)
         return f"the body must be an object with {fields}, as application/json: {found}"
 

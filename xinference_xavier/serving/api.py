@@ -2,10 +2,11 @@
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import HTTPException, Request
-from fastapi.responses import JSONResponse
+import xxhash
+from fastapi import HTTPException, Query, Request
+from fastapi.responses import JSONResponse, Response
 
 from xinference_xavier.protocol.tracker import Settings, pack_question
 from xinference_xavier.serving.answers import (
@@ -20,8 +21,7 @@ from xinference_xavier.serving.answers import (
     model_access,
 )
 from xinference_xavier.serving.bodies import Change, Question, Weights
-from xinference_xavier.serving.gateway import ModelReport, TrackerGateway, cluster_info
-from xinference_xavier.serving.sse import Listeners, Stream, live, notice_servers
+from xinference_xavier.serving.gateway import MAX_AGE, ModelReport, TrackerGateway, cluster_info
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 
@@ -37,13 +37,13 @@ def add_cluster(context: Any, trackers: TrackerGateway) -> None:
 
 def add_routes(context: Any, trackers: TrackerGateway) -> None:
     """`context` is xinference's APIExtensionContext."""
-    notice_servers()
     routes = _Routes(trackers, model_access(context))
     add = partial(add_route, context)
     add_cluster(context, trackers)
     add("GET", "/v1/xavier", READ_SCOPE, routes.all_models)
     add("GET", MODEL, READ_SCOPE, routes.one_model)
     add("GET", f"{MODEL}/events", READ_SCOPE, routes.events)
+    add("GET", f"{MODEL}/history", READ_SCOPE, routes.history)
     add("PATCH", MODEL, WRITE_SCOPE, routes.change)
     add("PUT", f"{MODEL}/weights", WRITE_SCOPE, routes.set_weights)
     add("POST", f"{MODEL}/explain", ASK_SCOPE, routes.explain)
@@ -54,7 +54,6 @@ class _Routes:
     def __init__(self, trackers: TrackerGateway, access: Access) -> None:
         self._trackers = trackers
         self._access = access
-        self._listeners = Listeners()
 
     async def all_models(self, request: Request) -> JSONResponse:
         """Report of every model that shares."""
@@ -85,17 +84,32 @@ class _Routes:
     def _seen(self, request: Request, report: ModelReport) -> dict[str, Any]:
         return report.seen_by(partial(self._may_ask, request))
 
-    async def one_model(self, model_uid: str, request: Request) -> JSONResponse:
-        """Report of a model."""
-        report = await answered_for(model_uid, self._trackers.report(model_uid))
-        return JSONResponse(self._seen(request, report))
+    async def one_model(self, model_uid: str, request: Request) -> Response:
+        """Report of a model, unless the caller has it."""
+        known = request.headers.get("if-none-match")
+        making = (
+            self._trackers.report(model_uid)
+            if known is None
+            else self._trackers.shared_report(model_uid, MAX_AGE)
+        )
+        report = await answered_for(model_uid, making)
+        body = await asyncio.to_thread(report.json, partial(self._may_ask, request))
+        etag = f'"{xxhash.xxh3_128_hexdigest(body)}"'
+        headers = {"etag": etag, "cache-control": "private, no-cache", "vary": "authorization"}
+        if known == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, headers=headers, media_type="application/json")
 
-    async def events(self, model_uid: str, request: Request) -> Stream:
-        """A model's recent events, new ones, and a report every second."""
-        # A later error would be part of the stream.
-        await answered_for(model_uid, self._trackers.find(model_uid))
-        messages = live(self._trackers, model_uid, partial(self._may_ask, request))
-        return Stream(self._listeners, messages)
+    async def events(self, model_uid: str, after: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
+        """The latest events of a model, of those after a number."""
+        records = await answered_for(model_uid, self._trackers.call(model_uid, "events", after))
+        last = records[-1].number if records else after
+        return JSONResponse({"last": last, "events": [record.event for record in records]})
+
+    async def history(self, model_uid: str) -> Response:
+        """Samples of the last hour."""
+        samples = await answered_for(model_uid, self._trackers.call(model_uid, "history"))
+        return Response(samples, media_type="application/json")
 
     async def change(self, model_uid: str, change: Change, request: Request) -> JSONResponse:
         """Change settings of a model that runs."""

@@ -5,9 +5,11 @@ Threading: event loops of API, supervisor and workers; every call has a deadline
 """
 
 import asyncio
+import functools
+import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import xoscar as xo
@@ -31,17 +33,38 @@ MayAsk = Callable[[str], bool]
 """Tells whether a caller may ask the model of a uid."""
 
 
-class ModelReport(NamedTuple):
+MAX_AGE = 0.5
+"""Seconds. Who asks each second for what has changed gets a report that is at most so old."""
+
+
+@dataclass(frozen=True)
+class ModelReport:
     """A model's report. The names of its prefixes are apart from what is `public`: they are texts
     of those who may ask the model."""
 
     public: dict[str, Any]
     prefixes: list[dict[str, Any]]
 
+    @functools.cached_property
+    def _encoded(self) -> tuple[bytes, bytes]:
+        """What is `public`, and the names."""
+        return _encode(self.public), _encode(self.prefixes)
+
+    def json(self, may_ask: MayAsk) -> bytes:
+        """What `seen_by` returns, as JSON that is made once for all callers."""
+        public, names = self._encoded
+        if not may_ask(self.public["model_uid"]):
+            names = b"[]"
+        return b'%b,"prefixes":%b}' % (public[:-1], names)
+
     def seen_by(self, may_ask: MayAsk) -> dict[str, Any]:
         """The report as this caller gets it."""
         names = self.prefixes if may_ask(self.public["model_uid"]) else []
         return {**self.public, "prefixes": names}
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class _Reading(NamedTuple):

@@ -6,7 +6,7 @@ Also their REST routes; docs/api.md lists their answers and status codes.
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from heapq import nlargest
 from pathlib import Path
@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope
 
 from xinference_xavier.errors import NOT_FOUND_HEADER, PrefixNotFoundError
-from xinference_xavier.frontend.keeper import TICK, Keeper
+from xinference_xavier.frontend.keeper import Keeper
 from xinference_xavier.frontend.names import Names, Store
 from xinference_xavier.frontend.prefix import LORA, Prefix
 from xinference_xavier.serving.answers import (
@@ -32,8 +32,6 @@ from xinference_xavier.serving.answers import (
 )
 from xinference_xavier.serving.bodies import PrefixBody, PrefixTerms
 from xinference_xavier.serving.gateway import TrackerGateway
-from xinference_xavier.serving.sse import Listeners, Message, Stream, message
-from xinference_xavier.stats.answers import ENDED
 from xinference_xavier.stats.schema import KnownLoad
 
 FILE = Path("xavier") / "prefixes.db"
@@ -153,7 +151,6 @@ def add_prefix_routes(context: Any, prefixes: Prefixes) -> None:
     add("GET", names, ASK_SCOPE, routes.list)
     add("POST", names, ASK_SCOPE, routes.add, status=201)
     add("GET", _PREFIX, ASK_SCOPE, routes.show)
-    add("GET", f"{_PREFIX}/events", ASK_SCOPE, routes.events)
     add("PATCH", _PREFIX, ASK_SCOPE, routes.change)
     add("DELETE", _PREFIX, ASK_SCOPE, routes.remove)
 
@@ -162,7 +159,6 @@ class PrefixRoutes:
     def __init__(self, prefixes: Prefixes, access: Access) -> None:
         self._prefixes = prefixes
         self._access = access
-        self._listeners = Listeners()
 
     async def add(self, model_uid: str, body: PrefixBody, request: Request) -> JSONResponse:
         """Name a text that replicas keep, or replace the one of that name."""
@@ -188,24 +184,6 @@ class PrefixRoutes:
         """A named prefix."""
         prefix = await self._find(model_uid, name, request)
         return JSONResponse(self._prefixes.keeper.report(prefix))
-
-    async def events(self, model_uid: str, name: str, request: Request) -> Stream:
-        """Its progress every second, until it is kept or has failed."""
-        prefix = await self._find(model_uid, name, request)
-        return Stream(self._listeners, self._progress(prefix))
-
-    async def _progress(self, prefix: Prefix) -> AsyncIterator[Message]:
-        """Reports of the prefix until it is kept or has failed."""
-        while True:
-            known = self._prefixes.names.current(prefix)
-            if known is None:
-                yield message("gone", {"detail": f"prefix {prefix.name!r} has been removed"})
-                return
-            report = self._prefixes.keeper.report(known)
-            yield message("prefix", report)
-            if report["state"] in ENDED:
-                return
-            await asyncio.sleep(TICK)
 
     async def change(
         self, model_uid: str, name: str, body: PrefixTerms, request: Request

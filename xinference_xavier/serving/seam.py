@@ -83,7 +83,6 @@ USED: dict[str, tuple[str, ...]] = {
     "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
         "has_model_access(model_uid, model_type)",
     ),
-    "xinference.deploy.api_worker:HostedServer": ("draining",),
     "xoscar.api:IteratorWrapper": ("destroy", "_gc_destroy"),
     "fastapi:FastAPI": ("user_middleware",),
 }
@@ -394,9 +393,3 @@ def is_of_actor(error: Exception) -> bool:
 def keep_open(stream: Any) -> None:
     """Leave it to us to close a stream. Once it is collected, xoscar would block the event loop."""
     stream._gc_destroy = False
-
-
-def drains(server: Any) -> bool:
-    """Whether the server takes no more connections, and waits until all are closed. Only
-    xinference's own has such a state."""
-    return bool(getattr(server, "draining", False))

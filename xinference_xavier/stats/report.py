@@ -6,6 +6,7 @@ left. Sums never fall while one tracker lives, so the difference of two samples 
 """
 
 import functools
+import json
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -114,6 +115,7 @@ class History:
         self._latest: dict[str, Counters] = {}
         self._forgotten = Counters()
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._json: bytes | None = None
         self._due = -math.inf
 
     def record(self, incarnation: str, stats: Mapping[str, Any]) -> None:
@@ -134,10 +136,15 @@ class History:
             for counters in (self._forgotten, *self._latest.values()):
                 add(total, counters)
             self._samples.append({"time": time, **asdict(total)})
+            self._json = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able. Samples have `time` and the fields of `Counters`; the oldest comes first."""
-        return {"interval_s": INTERVAL, "samples": list(self._samples)}
+    def to_json(self) -> bytes:
+        """`interval_s` and `samples`, which have `time` and the fields of `Counters`; the oldest
+        comes first. Made once for each sample."""
+        if self._json is None:
+            history = {"interval_s": INTERVAL, "samples": list(self._samples)}
+            self._json = json.dumps(history, allow_nan=False).encode()
+        return self._json
 
 
 def report(status: Mapping[str, Any]) -> dict[str, Any]:

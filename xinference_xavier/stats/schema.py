@@ -398,8 +398,8 @@ class ReplicaStatus(ReplicaStats):
     `replica` is xinference's name for it, `incarnation` vLLM's engine id, `address` that of its
     actor. Replicas share within a `namespace`. `serves`: peers can fetch from it now. `stale`: it
     did not answer, and its stats are those of its last heartbeat. `draining`: it gets no more
-    requests, and will be removed. `sequence` is the number of its last publication, `lease_left_s`
-    how long it stays a member without a heartbeat. `raw` is the server's answer.
+    requests, and will be removed. `sequence` is the number of its last publication. `raw` is the
+    server's answer.
     """
 
     incarnation: str
@@ -411,7 +411,6 @@ class ReplicaStatus(ReplicaStats):
     stale: bool = False
     draining: bool = False
     sequence: int = 0
-    lease_left_s: float = 0.0
     raw: dict[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """The tracker of one model: the supervisor's side of sharing. Replicas refill a new one.
 
 Threading: everything runs on the event loop of the actor's pool, and calls interleave only where
-they await: in `watch`, in `wait_events` and in calls to replicas. What replicas report is checked
-as far as it could harm the others: its version, its lengths, what routers and status pages read.
+they await: in `watch`, in `observe` and in calls to replicas. What replicas report is checked as
+far as it could harm the others: its version, its lengths, what routers and status pages read.
 
 Errors: ValueError for a malformed report, TrackerFullError beyond the limits, NotMemberError for a
 replica that has to join first.
@@ -131,7 +131,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             task.cancel()
         self._namespaces.end()
         self._observers.end()
-        self._events.wake()
 
     # What replicas report: membership
 
@@ -277,21 +276,16 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                 self._namespaces,
                 self._membership.name_of,
                 self._observers.loads.draining,
-                self._clock(),
             ),
         }
 
-    async def history(self) -> dict[str, Any]:
-        """Samples of the last hour, JSON-able; see `History`."""
-        return self._history.to_dict()
+    async def history(self) -> bytes:
+        """Samples of the last hour; see `History.to_json`."""
+        return self._history.to_json()
 
-    async def wait_events(self, after: int, timeout: float) -> list[EventRecord]:
-        """Return the events with numbers above `after`, or wait up to `timeout` seconds for one.
-        Raises ActorNotExist if this tracker ends meanwhile: another may have taken its place."""
-        with self._watch_limit.admit(timeout) as seconds:
-            events = await self._events.wait_since(after, seconds)
-        self._check_alive()
-        return events
+    async def events(self, after: int = 0) -> list[EventRecord]:
+        """The latest events, of those with numbers above `after`; oldest first."""
+        return self._events.since(after)
 
     async def observe(self, epoch: str, revision: int, version: int, timeout: float) -> Observation:
         """What is new for a router since `revision` of `epoch`, and since `version` of the loads;

@@ -142,19 +142,19 @@ async def _explain(leases: Iterable[Lease], packed: bytes) -> dict[str, Any] | s
 
 
 async def namespaces_status(
-    namespaces: Namespaces, name_of: Callable[[str], str], draining: Collection[str], now: float
+    namespaces: Namespaces, name_of: Callable[[str], str], draining: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """JSON-able, by namespace. `draining` are incarnations. Stats with `stale` are those of the
     last heartbeat, from a replica that did not answer in time."""
     current = dict(namespaces.items())
     statuses = await asyncio.gather(
-        *(_status(each, name_of, draining, now) for each in current.values())
+        *(_status(each, name_of, draining) for each in current.values())
     )
     return dict(zip(current, statuses, strict=True))
 
 
 async def _status(
-    namespace: Namespace, name_of: Callable[[str], str], draining: Collection[str], now: float
+    namespace: Namespace, name_of: Callable[[str], str], draining: Collection[str]
 ) -> dict[str, Any]:
     index = namespace.index
     replicas: list[dict[str, Any]] = [
@@ -164,7 +164,6 @@ async def _status(
             "draining": lease.member.incarnation in draining,
             "holdings": len(lease.keys),
             "sequence": lease.sequence,
-            "lease_left_s": round(lease.expires - now, 3),
         }
         for lease in index.leases()
     ]

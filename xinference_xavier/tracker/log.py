@@ -1,14 +1,13 @@
 """What happened to a model's replicas, and the latest events of its sharing.
 
 `Membership` is who joined, left and returned, `StartupErrors` why some never started. `EventLog`
-numbers the events for readers that wait for new ones. One of them is `call_hook`.
+numbers the events for readers that ask for new ones. `call_hook` waits for them.
 
 Runs on the tracker's event loop, the operator's function on a thread. Bounded: the oldest entries
 are dropped.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -116,8 +115,7 @@ class EventLog:
         if any(plain == record.event for record in self._records):
             return
         self._records.append(EventRecord(next(self._numbers), plain))
-        self.wake()
-        self._added = asyncio.Event()
+        self._added.set()
 
     def add_reported(self, events: object) -> None:
         """Add the events of a replica, which stays a member even if they are malformed."""
@@ -134,17 +132,12 @@ class EventLog:
         """The events after `number`, oldest first."""
         return [record for record in self._records if record.number > number]
 
-    async def wait_since(self, number: int, timeout: float | None) -> list[EventRecord]:
-        """The same, but wait up to `timeout` seconds for the first one, or without a limit."""
-        if not self.since(number):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._added.wait()
-        return self.since(number)
-
-    def wake(self) -> None:
-        """Release the waiting readers."""
-        self._added.set()
+    async def wait_since(self, number: int) -> list[EventRecord]:
+        """The same, once there is one."""
+        while not (found := self.since(number)):
+            self._added.clear()
+            await self._added.wait()
+        return found
 
 
 async def call_hook(hook: Hook, log: EventLog) -> None:
@@ -153,7 +146,7 @@ async def call_hook(hook: Hook, log: EventLog) -> None:
     loop, thread, last = asyncio.get_running_loop(), DaemonThreads(1, "xavier-hook"), 0
     try:
         while True:
-            for record in await log.wait_since(last, None):
+            for record in await log.wait_since(last):
                 last = record.number
                 await loop.run_in_executor(thread, _call, hook, read_event(record.event))
     finally:

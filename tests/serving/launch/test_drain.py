@@ -98,7 +98,7 @@ class Cluster:
 
     async def outcome(self) -> tuple[int, int]:
         """Requests that had not ended, and chunks that peers got."""
-        *_, last = await self.tracker.wait_events(0, 0.0)
+        *_, last = await self.tracker.events()
         assert last.event["event"] == "ReplicaDrained"
         return last.event["requests"], last.event["chunks"]
 

@@ -52,7 +52,6 @@ def replica(
         "replica": f"m-{number}",
         "address": f"10.0.0.{number + 1}:40001",
         "holdings": 119,
-        "lease_left_s": 9.5,
         "stats": {**stats, **more},
     }
 

@@ -5,19 +5,17 @@ the few answers of xinference's API that its launch dialog needs.
 """
 
 import asyncio
-import contextlib
 import copy
-import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 import xinference
 from fastapi import APIRouter, FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from xinference.api.frontend_static import mount_frontend
 
 from tests.serving.supervisors import api_context
@@ -66,7 +64,7 @@ _ANSWERS: dict[str, Any] = {
 
 
 class Stage:
-    """`reports` has the models that share, by uid; pages see `happen` and `change` at once.
+    """`reports` has the models that share, by uid; pages see `happen` and `change` in a second.
 
     `posted` collects what pages post, as (path, body).
     """
@@ -82,7 +80,6 @@ class Stage:
         self.needs_token = False
         self.may_read = self.may_change = self.serves = True
         self.unavailable = False  # the tracker
-        self._changed = asyncio.Event()
         self._port = 0
         self._site = 0
         self._start()
@@ -117,17 +114,11 @@ class Stage:
         self.change(lambda: self.events.append(event))
 
     def change(self, work: Callable[[], object]) -> None:
-        """Run `work` on the server's loop, and notify all listeners."""
-
-        def run() -> None:
-            work()
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-        self._loop.call_soon_threadsafe(run)
+        """Run `work` on the server's loop."""
+        self._loop.call_soon_threadsafe(work)
 
     def stop(self) -> None:
-        """Stop like a killed server: streams break."""
+        """Stop like a killed server."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
@@ -186,10 +177,19 @@ class Stage:
             self._check_rights(request)
             return JSONResponse({"models": list(self.reports.values())})
 
-        async def get_events(model_uid: str, request: Request) -> StreamingResponse:
+        async def get_model(model_uid: str, request: Request) -> JSONResponse:
             self._check_rights(request)
-            self._report(model_uid)
-            return StreamingResponse(self._stream(model_uid), media_type="text/event-stream")
+            return JSONResponse(self._current(model_uid))
+
+        async def get_events(model_uid: str, request: Request, after: int = 0) -> JSONResponse:
+            self._check_rights(request)
+            self._current(model_uid)
+            return JSONResponse({"last": len(self.events), "events": self.events[after:]})
+
+        async def get_history(model_uid: str, request: Request) -> JSONResponse:
+            self._check_rights(request)
+            self._current(model_uid)
+            return JSONResponse(self.history)
 
         async def post(model_uid: str, request: Request) -> JSONResponse:
             self._check_rights(request)
@@ -201,7 +201,6 @@ class Stage:
             report["enabled"] = body.get("enabled", report["enabled"])
             if "routing" in body:
                 report["routing"] = {**report.get("routing", {}), "mode": body["routing"]}
-            self.change(lambda: None)
             return JSONResponse(report)
 
         async def explain(model_uid: str, request: Request) -> JSONResponse:
@@ -233,32 +232,15 @@ class Stage:
 
         router.add_api_route("/v1/auth/refresh", renew, methods=["POST"])
         router.add_api_route("/v1/xavier", get_models, methods=["GET"])
+        router.add_api_route("/v1/xavier/{model_uid}", get_model, methods=["GET"])
         router.add_api_route("/v1/xavier/{model_uid}/events", get_events, methods=["GET"])
+        router.add_api_route("/v1/xavier/{model_uid}/history", get_history, methods=["GET"])
         router.add_api_route("/v1/xavier/{model_uid}", post, methods=["PATCH"])
         router.add_api_route("/v1/xavier/{model_uid}/flush", post, methods=["POST"])
         router.add_api_route("/v1/xavier/{model_uid}/explain", explain, methods=["POST"])
         prefixes = "/v1/xavier/{model_uid}/prefixes"
         router.add_api_route(prefixes, add_prefix, methods=["POST"])
         router.add_api_route(prefixes + "/{name}", remove_prefix, methods=["DELETE"])
-
-    async def _stream(self, model_uid: str) -> AsyncIterator[str]:
-        told, begun = 0, False
-        while model_uid in self.reports and not self._server.should_exit:
-            changed = self._changed
-            if self.unavailable:
-                yield _event("unavailable", {"detail": "the tracker does not answer"})
-                told, begun = 0, False
-                await changed.wait()
-                continue
-            if not begun:
-                yield _event("history", self.history)
-                begun = True
-            for event in self.events[told:]:
-                yield _event("event", event)
-            told = len(self.events)
-            yield _event("status", self.reports[model_uid])
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), 1.0)
 
     def _check_rights(self, request: Request) -> None:
         if not self.serves:
@@ -271,14 +253,15 @@ class Stage:
                 self.wrong_tokens.append(shown)
             raise HTTPException(401, "Not authenticated")
 
+    def _current(self, model_uid: str) -> dict[str, Any]:
+        if self.unavailable:
+            raise HTTPException(503, "the tracker does not answer")
+        return self._report(model_uid)
+
     def _report(self, model_uid: str) -> dict[str, Any]:
         if model_uid not in self.reports:
             raise HTTPException(404, f"model {model_uid!r} does not share its cache here")
         return self.reports[model_uid]
-
-
-def _event(name: str, data: object) -> str:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
 def _giving(answer: object) -> Callable[[], Any]:

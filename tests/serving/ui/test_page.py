@@ -402,14 +402,13 @@ def test_nothing_is_shown_without_a_sign_in(page: Any, stage: Stage) -> None:
     assert browser.run("return sessionStorage.token") == TOKEN
 
 
-def test_a_refused_token_is_sent_once(page: Any, stage: Stage) -> None:
+def test_a_refused_token_is_sent_once(page: Any, stage: Stage, browser: Browser) -> None:
     """xinference locks an address out for an hour after ten wrong tokens: an open page must not do
     that to a whole office."""
     stage.share(two())
     stage.needs_token = True
-    browser = page()
     browser.run("sessionStorage.token = 'old'; sessionStorage.refresh_token = 'used'")
-    browser.driver.refresh()
+    page()
     browser.wait_text("#trouble", "Please sign in")
     browser.wait_text("#live", "Next try in 5 s")  # after the third try
     assert stage.wrong_tokens == ["old"]

@@ -1,10 +1,10 @@
 // Requests to the server, with the token from xinference's sign-in page and a time limit each.
 // A failure is a Trouble; its kind selects the message.
 
-const TIMEOUT = 20_000; // milliseconds; for a stream, without any message
+const TIMEOUT = 20_000; // milliseconds
 const NO_TOKEN = new Set([null, "", "no_auth"]);
 /** @type {Record<number, Kind>} */
-const KINDS = { 401: "signIn", 403: "forbidden", 404: "absent" };
+const KINDS = { 401: "signIn", 403: "forbidden", 404: "absent", 503: "tracker" };
 /**
  * A refused token is not sent again: after a few wrong ones, xinference blocks the address, with
  * everyone behind it.
@@ -73,8 +73,9 @@ async function ask(path, { method = "GET", body, again = true, signal } = {}) {
  * @param {string} path
  * @param {Options} options
  */
-export async function askJson(path, options = {}) {
-  const answer = await ask(path, { signal: AbortSignal.timeout(TIMEOUT), ...options });
+export async function askJson(path, { signal, ...options } = {}) {
+  const signals = [AbortSignal.timeout(TIMEOUT), ...(signal ? [signal] : [])];
+  const answer = await ask(path, { signal: AbortSignal.any(signals), ...options });
   try {
     return await answer.json();
   } catch (error) {
@@ -125,52 +126,4 @@ async function reasonOf(answer) {
   } catch {
     return `${answer.status}`;
   }
-}
-
-/**
- * Calls `receive(event, data)` for each server-sent event; returns at the stream's end. EventSource
- * cannot send the token.
- * @param {string} path
- * @param {(event: string, data: any) => void} receive
- * @param {AbortSignal} signal
- */
-export async function listen(path, receive, signal) {
-  const silent = new AbortController();
-  const stop = () => silent.abort();
-  let timer = setTimeout(stop, TIMEOUT);
-  try {
-    const answer = await ask(path, { signal: AbortSignal.any([signal, silent.signal]) });
-    if (answer.body === null) return;
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      clearTimeout(timer);
-      timer = setTimeout(stop, TIMEOUT);
-      const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
-      rest = blocks.pop() ?? "";
-      for (const block of blocks) receiveBlock(block, receive);
-    }
-  } catch (error) {
-    throw troubleOf(error);
-  } finally {
-    clearTimeout(timer);
-    silent.abort();
-  }
-}
-
-/**
- * @param {string} block
- * @param {(event: string, data: any) => void} receive
- */
-function receiveBlock(block, receive) {
-  let event = "message";
-  const data = [];
-  for (const line of block.split("\n")) {
-    const [, name, value] = /^([^:]*):? ?(.*)$/.exec(line) ?? [];
-    if (name === "event") event = value;
-    else if (name === "data") data.push(value);
-  }
-  if (data.length > 0) receive(event, JSON.parse(data.join("\n")));
 }

@@ -10,7 +10,6 @@ import { language } from "./settings.js";
 import { chosen, pathOf, show, uidOf } from "./state.js";
 import { cell, row, table, widthOf } from "./views.js";
 
-const EXPLAIN_TIMEOUT = 90_000; // milliseconds; the first request loads a tokenizer
 /**
  * `answer` and `problem` belong to model `uid`.
  * @type {{ uid: string | null, busy: boolean, answer: Explanation | null,
@@ -44,9 +43,8 @@ async function explain(form) {
 /** @param {unknown} body */
 async function askFor(body) {
   try {
-    const signal = AbortSignal.timeout(EXPLAIN_TIMEOUT);
     const path = pathOf(question.uid, "/explain");
-    question.answer = await askJson(path, { method: "POST", body, signal });
+    question.answer = await askJson(path, { method: "POST", body });
   } catch (error) {
     const { kind, message } = troubleOf(error);
     question.problem = { text: PROBLEMS[kind] ?? "failed", reason: message };

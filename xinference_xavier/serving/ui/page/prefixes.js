@@ -8,7 +8,6 @@ import { language, named } from "./settings.js";
 import { chosen, pathOf, show, state } from "./state.js";
 import { cell, note, row, table } from "./views.js";
 
-const NAME_TIMEOUT = 90_000; // milliseconds; the first request loads a tokenizer
 /** @type {{ busy: boolean, problem: string | null }} */
 const naming = { busy: false, problem: null };
 
@@ -102,8 +101,7 @@ async function nameText(form) {
   Object.assign(naming, { busy: true, problem: null });
   show();
   try {
-    const signal = AbortSignal.timeout(NAME_TIMEOUT);
-    await askJson(pathOf(chosen(), "/prefixes"), { method: "POST", body, signal });
+    await askJson(pathOf(chosen(), "/prefixes"), { method: "POST", body });
     form.reset();
   } catch (error) {
     naming.problem = troubleOf(error).message || language.words.notAdded;

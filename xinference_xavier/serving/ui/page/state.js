@@ -1,10 +1,10 @@
 // The page's state, and the loop that keeps it up to date.
 //
-// The loop asks which models share, then follows the selected one until its stream ends, for
-// whatever reason. The last data stay visible, marked as old, until newer data arrive.
+// The loop asks which models share, then for the selected one each second, until that fails. The
+// last data stay visible, marked as old, until newer data arrive.
 
 import { fill } from "../languages.js";
-import { askJson, listen, Trouble, troubleOf } from "./api.js";
+import { askJson, Trouble, troubleOf } from "./api.js";
 import { say } from "./dom.js";
 import { Recent } from "./numbers.js";
 import { language } from "./settings.js";
@@ -36,9 +36,7 @@ export const state = {
 };
 let interval = 10; // seconds between two samples
 let ahead = 0; // seconds by which the server's clock is ahead
-let caughtUp = false; // whether further events are new
-let stream = new AbortController();
-let wake = () => {};
+let following = new AbortController();
 let drawPage = () => {};
 let planned = false;
 
@@ -50,7 +48,7 @@ export function start(drawing) {
   drawPage = drawing;
   show();
   setInterval(() => {
-    // Failures show in the stream.
+    // Failures show when the selected one is asked for.
     if (state.live) refreshModels().then(show, () => {});
   }, LIST_INTERVAL * 1000);
   return feed();
@@ -102,27 +100,12 @@ async function refreshModels() {
   if (models.length === 0 && reason !== undefined) throw new Trouble("tracker", reason);
 }
 
-/**
- * @param {string} event
- * @param {any} data
- */
-function receive(event, data) {
-  if (event === "status") receiveStatus(data);
-  else if (event === "history") receiveHistory(data);
-  else if (event === "event") receiveEvent(data);
-  else if (event === "unavailable") {
-    Object.assign(state, { live: false, trouble: new Trouble("tracker", data.detail) });
-  }
-  show();
-}
-
 /** @param {Report} report */
-function receiveStatus(report) {
+function receiveReport(report) {
   Object.assign(state, { live: true, trouble: null });
-  caughtUp = true;
   state.recent.add(report, now());
   state.models = (state.models ?? []).map((old) => (uidOf(old) === uidOf(report) ? report : old));
-  // The server sends its samples once; the page takes later ones itself.
+  // The server is asked for its samples once; the page takes later ones itself.
   if (now() - (state.samples.at(-1)?.time ?? -Infinity) >= interval) {
     state.samples = [...state.samples, { time: now(), ...report.totals }].slice(-MAX_SAMPLES);
   }
@@ -136,19 +119,12 @@ function receiveHistory({ interval_s: seconds, samples }) {
   // A sample may be one interval old; more than that is a difference between clocks.
   ahead = drift > 0 || drift < -2 * interval ? drift : 0;
   Object.assign(state, { samples, events: [], recent: new Recent() });
-  caughtUp = false;
-}
-
-/** @param {XavierEvent} event */
-function receiveEvent(event) {
-  state.events = [...state.events, event].slice(-MAX_EVENTS);
-  if (caughtUp) say(sentenceOf(state.recent.report, event));
 }
 
 async function feed() {
   let failures = 0;
   for (;;) {
-    stream = new AbortController();
+    following = new AbortController();
     try {
       await refreshModels();
       state.trouble = null;
@@ -161,7 +137,7 @@ async function feed() {
       }
       show();
       if (uid !== null) {
-        await follow(uid, () => {
+        await follow(uid, following.signal, () => {
           failures = 0;
         });
       }
@@ -169,7 +145,7 @@ async function feed() {
       state.trouble = troubleOf(error);
     }
     state.live = false;
-    if (stream.signal.aborted) {
+    if (following.signal.aborted) {
       state.trouble = null; // another model was selected
       continue;
     }
@@ -180,20 +156,30 @@ async function feed() {
 }
 
 /**
- * Receives what the model's stream sends, until its end.
+ * Asks for what is new each second, until the model ends.
  * @param {string} uid
+ * @param {AbortSignal} signal
  * @param {() => void} heard
  */
-async function follow(uid, heard) {
+async function follow(uid, signal, heard) {
   try {
-    await listen(
-      pathOf(uid, "/events"),
-      (event, data) => {
-        heard();
-        receive(event, data);
-      },
-      stream.signal,
-    );
+    receiveHistory(await askJson(pathOf(uid, "/history"), { signal }));
+    /** @type {number | undefined} */
+    let after;
+    for (;;) {
+      const [report, news] = await Promise.all([
+        askJson(pathOf(uid), { signal }),
+        askJson(pathOf(uid, `/events?after=${after ?? 0}`), { signal }),
+      ]);
+      heard();
+      receiveReport(report);
+      state.events = [...state.events, ...news.events].slice(-MAX_EVENTS);
+      const newest = after === undefined ? undefined : news.events.at(-1);
+      if (newest) say(sentenceOf(report, newest));
+      after = news.last;
+      show();
+      await pause(signal);
+    }
   } catch (error) {
     // Absent: the model has just ended; the next list will not have it.
     if (troubleOf(error).kind !== "absent") throw error;
@@ -201,24 +187,31 @@ async function follow(uid, heard) {
 }
 
 /**
- * Pauses with a visible countdown; `wake` ends it.
+ * A second, or less if another model is selected.
+ * @param {AbortSignal} signal
+ */
+function pause(signal) {
+  return new Promise((resolve) => {
+    setTimeout(resolve, 1000);
+    signal.addEventListener("abort", resolve, { once: true });
+  });
+}
+
+/**
+ * Pauses with a visible countdown.
  * @param {number} seconds
  */
 async function rest(seconds) {
-  for (state.retryIn = seconds; state.retryIn > 0; state.retryIn -= 1) {
+  const { signal } = following;
+  for (state.retryIn = seconds; state.retryIn > 0 && !signal.aborted; state.retryIn -= 1) {
     show();
-    const woken = await new Promise((resolve) => {
-      wake = () => resolve(true);
-      setTimeout(() => resolve(false), 1000);
-    });
-    if (woken) break;
+    await pause(signal);
   }
   state.retryIn = 0;
 }
 
 export function choose() {
-  stream.abort();
-  wake();
+  following.abort();
 }
 
 /**
