@@ -39,7 +39,7 @@ def test_every_file_that_a_promise_names_exists() -> None:
 
 def test_every_rest_route_is_listed_and_no_other() -> None:
     router = APIRouter()
-    context = SimpleNamespace(router=router, auth_enabled=False)
+    context = SimpleNamespace(router=router, auth_enabled=False, auth_service=None)
     add_routes(context, Mock())
     add_prefix_routes(context, Mock())
     served = {

@@ -29,7 +29,7 @@ from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.load import check_load, check_requests
+from xinference_xavier.protocol.load import check_load, check_observation, check_requests
 from xinference_xavier.protocol.tracker import Member, Settings
 from xinference_xavier.tracker.actor import BlockTracker
 

@@ -227,7 +227,7 @@ def test_figures_of_routing() -> None:
 
 
 def test_forecasts_beside_what_happened_by_reason() -> None:
-    """Each reason has its series from the start, and no other."""
+    """Each reason has its series from the start, the rest of an answer too, and nothing else."""
     counted = RoutingStats()
     counted.answered("fetch", predicted=0.5, actual=3.0)
     counted.answered("made up", predicted=0.5, actual=3.0)
@@ -235,7 +235,7 @@ def test_forecasts_beside_what_happened_by_reason() -> None:
     for name, seconds in (("predicted", 0.5), ("actual", 3.0), ("prediction_error", 2.5)):
         family = f"routing_{name}_seconds"
         counts = {labels["reason"]: each["count"] for labels, each in found[family]}  # type: ignore[index]
-        assert counts == dict.fromkeys(CHOICES, 0) | {"fetch": 1}
+        assert counts == dict.fromkeys((*CHOICES, "decode"), 0) | {"fetch": 1}
         assert value(found, family, model_uid="m", reason="fetch")["sum"] == seconds
 
 

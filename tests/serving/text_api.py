@@ -14,7 +14,8 @@ from tests.e2e.text_routes import body_of
 from tests.frontend.cluster import Cluster
 from tests.serving.text_models import Asked, TextModel
 from xinference_xavier.errors import PrefixNotFoundError
-from xinference_xavier.frontend.model_router import ModelRouter, Routers
+from xinference_xavier.frontend.model_router import ModelRouter
+from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.routing.texts import Text
 from xinference_xavier.serving.launch.supervisor import finding_replicas
 from xinference_xavier.serving.prefixes import not_found

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xinference_xavier.routing import choice
+from xinference_xavier.routing import router
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import (
     CHOICES,
@@ -25,7 +25,6 @@ from xinference_xavier.stats.schema import (
     FetchBytes,
     FetchSeconds,
     FetchStats,
-    FirstBytes,
     FirstTokens,
     GrantStats,
     Histogram,
@@ -34,6 +33,7 @@ from xinference_xavier.stats.schema import (
     MirrorStats,
     ModelStatus,
     PoolStats,
+    Predictions,
     ReplicaFetches,
     ReplicaStatus,
     RoutingStats,
@@ -98,7 +98,7 @@ def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
     [
         *(ModelStatus, ReplicaStatus, Totals, Hits, ReplicaFetches, FetchStats, Decisions),
         *(WaitCounts, PoolStats, GrantStats, MirrorStats, ComparisonStats),
-        *(WarmJoinStats, TrackerStats, RoutingStats, KnownLoad, FirstTokens, FirstBytes),
+        *(WarmJoinStats, TrackerStats, RoutingStats, KnownLoad, FirstTokens, Predictions),
     ],
 )
 def test_every_field_is_documented_by_its_class_or_its_metric(kind: type[Any]) -> None:
@@ -192,7 +192,7 @@ def test_errors_of_forecasts_do_not_cancel_out() -> None:
 
 
 def test_every_reason_of_a_choice_is_known() -> None:
-    source = ast.parse(textwrap.dedent(inspect.getsource(choice._reason)))
+    source = ast.parse(textwrap.dedent(inspect.getsource(router._reason)))
     returned = [each.value for each in ast.walk(source) if isinstance(each, ast.Return)]
     texts = {each.value for value in returned if value for each in ast.walk(value)
              if isinstance(each, ast.Constant) and isinstance(each.value, str)}  # fmt: skip

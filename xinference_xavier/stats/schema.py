@@ -433,7 +433,7 @@ class TrackerStats:
 
 
 CHOICES = ("local", "fetch", "compute", "backlog", "prefill")
-"""Why a replica is chosen: see `routing.choice.Choice`."""
+"""Why a replica is chosen: see `routing.route.Choice`."""
 
 
 @dataclass
