@@ -11,6 +11,7 @@ went and when it ended.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -32,7 +33,7 @@ from xinference_xavier.errors import NotFoundError, PrefixNotFoundError, Replica
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.protocol.load import Load, RequestReport, Serving, is_prefill
-from xinference_xavier.protocol.tracker import SHORT_KEY, Member, pack
+from xinference_xavier.protocol.tracker import SHORT_KEY, Member, Settings, pack
 from xinference_xavier.serving.prefixes import not_found
 from xinference_xavier.serving.routing import ContentOf, add_routing
 from xinference_xavier.tracker.namespaces import Namespaces
@@ -76,6 +77,13 @@ class Answer:
         return self.headers.get("x-xavier-route", "").split(";")[0]
 
     @property
+    def terms(self) -> dict[str, float]:
+        """Seconds that were foretold, by what they are for."""
+        _, _, terms = self.headers["x-xavier-route"].partition("; ")
+        found = (each.split("=") for each in terms.split(", "))
+        return {name: float(seconds) for name, seconds in found}
+
+    @property
     def line(self) -> str:
         went = f"{self.replica} {self.reason}" if self.replica else "in turn"
         outcome = went if self.status == 200 else f"{self.status}"
@@ -114,14 +122,14 @@ class ModelActor:
         self.uid = replica.name
         self._replica = replica
 
-    async def is_vllm_backend(self) -> bool:
+    async def is_vllm_backend(self, **_: Any) -> bool:
         return True
 
     async def abort_request(self, name: str, *_: Any, **__: Any) -> str:
         self._replica.aborted.append(name)
         return "done"
 
-    async def decrease_serve_count(self) -> None:
+    async def decrease_serve_count(self, **_: Any) -> None:
         self._replica.serving -= 1
 
     async def generate(self, prompt: str, config: dict[str, Any], **kwargs: Any) -> Any:
@@ -224,6 +232,20 @@ class Replica(Elsewhere):
         if (at := self.model.next_at()) < float("inf"):
             self._timer = loop.call_at(at, self._advance)
 
+    def other(self, prompt: str, answer: int = 1) -> asyncio.Future[None]:
+        """A request that comes another way, such as from another API process. The result is its
+        last token."""
+        others = self._world.others
+        self._world.note(prompt, answer)
+        self.serving += 1
+        _, last = self.begin(prompt, f"other {len(others)}")
+        others.append(last)
+        last.add_done_callback(lambda _: self._other_ended())
+        return last
+
+    def _other_ended(self) -> None:
+        self.serving -= 1
+
     def die(self) -> None:
         """The engine ends; the tracker notices at once."""
         self.fails = xo.ServerClosed(f"{self.name} has ended")
@@ -248,6 +270,14 @@ class Replica(Elsewhere):
         tracker = self._world.tracker
         tracker.namespaces.leave("n", self.incarnation, False, tracker.now())
         tracker.observers.forget(self.incarnation)
+
+    def silence(self) -> None:
+        """It answers, but reports no more by itself."""
+        self._reporting.cancel()
+
+    def drain(self, until: float | None = float("inf")) -> None:
+        """It gets no more requests; again with None."""
+        self._world.tracker.observers.drain(self.incarnation, until)
 
     def report(self) -> None:
         now, engine = asyncio.get_running_loop().time(), self._engine
@@ -329,16 +359,18 @@ class Supervisor:
         self._world = world
         self._turn = 0
 
-    async def get_model(self, name: str, xavier_replica: bool = False) -> Any:
-        replicas = self._world.replicas
+    async def get_model(self, name: str, xavier_replica: bool = False, **_: Any) -> Any:
+        actors = self._world.actors
         if not xavier_replica:
+            if not actors:
+                raise ValueError(f"Model not found in the model list, uid: {name}")
             self._turn += 1
-            return [*self._world.actors.values()][self._turn % len(replicas)]
-        if name not in self._world.actors:
+            return [*actors.values()][self._turn % len(actors)]
+        if name not in actors:
             raise ReplicaNotServingError(f"{name} is not there")
-        return self._world.actors[name]
+        return actors[name]
 
-    async def describe_model(self, model_uid: str) -> dict[str, str]:
+    async def describe_model(self, model_uid: str, **_: Any) -> dict[str, str]:
         return {"model_family": "qwen2.5-instruct", "model_name": "qwen2.5-instruct"}
 
     async def resolve_token_router_runtime(self, model_uid: str) -> None:
@@ -378,9 +410,13 @@ class World:
         self.replicas: dict[str, Replica] = {}
         self.actors: dict[str, ModelActor] = {}
         self.answers: list[Answer] = []
+        self.others: list[asyncio.Future[None]] = []
+        """Those that come another way."""
         self.routers = Routers(self._find_tracker)
         self._supervisor = Supervisor(self)
         self._lengths: dict[str, int] = {}
+        self._settings = Settings()
+        self._seed = seed
         self._app = FastAPI()
         for name in names:
             self.add(name)
@@ -407,6 +443,15 @@ class World:
         del self.actors[name]
         self.replicas.pop(name).leave()
 
+    def configure(self, **settings: Any) -> None:
+        """The operator's settings."""
+        self._settings = self._settings._replace(version=self._settings.version + 1, **settings)
+        self.tracker.namespaces.configure(self._settings)
+
+    def note(self, prompt: str, answer: int) -> None:
+        """The answer to this prompt will have so many tokens."""
+        self._lengths[prompt] = answer
+
     def request(self, prompt: str, answer: int | None = None) -> Request:
         """What the engine makes of a prompt."""
         data = prompt.encode()
@@ -430,7 +475,7 @@ class World:
         **body: Any,
     ) -> Answer:
         """A client asks now, and its answer will have so many tokens."""
-        self._lengths[prompt] = answer
+        self.note(prompt, answer)
         asked = Answer(prompt, self.now)
         self.answers.append(asked)
         body = {"model": MODEL, "stream": stream, **question(path, prompt), **body}
@@ -481,8 +526,26 @@ class World:
     async def done(self) -> list[str]:
         """All answers have ended; the line of each."""
         tasks = [each.task for each in self.answers if each.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self.others, return_exceptions=True)
         return [each.line for each in self.answers]
+
+    def left(self) -> dict[str, Any]:
+        """What is left of requests, if anything is: nothing, once all have ended and closed their
+        streams."""
+        router = self.router
+        replicas = router._router.replicas.values()
+        found = {
+            "routes": router._router.routes,
+            "places": [place for each in replicas for place in each.places],
+            "answers": sum(each.answers for each in replicas),
+            "waiting": len(router._queue),
+            "serving": {each.name: each.serving for each in self.living if each.serving},
+        }
+        return {name: each for name, each in found.items() if each}
+
+    @property
+    def living(self) -> list[Replica]:
+        return [each for each in self.replicas.values() if each.fails is None]
 
     # -- the API process -----------------------------------------------------------------------
 
@@ -502,6 +565,8 @@ class World:
         self._app.include_router(router)
         self.routers.get(MODEL)
         await asyncio.sleep(0.1)
+        if (known := self.routers.get(MODEL)) is not None:
+            known._source.seed(self._seed)
         try:
             yield self
         finally:
@@ -535,3 +600,27 @@ def play(scenario: Scenario, *names: str, **how: Any) -> list[str]:
             return await world.done()
 
     return run(main())
+
+
+def in_world(*names: str, **how: Any) -> Callable[[Callable[..., Awaitable[None]]], Any]:
+    """Makes a test of a scenario: it plays, and nothing of its requests must be left at its end.
+    What it takes besides the world are parameters of the test."""
+
+    def decorate(scenario: Callable[..., Awaitable[None]]) -> Any:
+        def test(**given: Any) -> None:
+            async def whole(world: World) -> None:
+                await scenario(world, **given)
+                await world.done()
+                await asyncio.sleep(REPORTS)
+                assert not (left := world.left()), left
+
+            play(whole, *names, **how)
+
+        signature = inspect.signature(scenario)
+        parameters = [*signature.parameters.values()][1:]
+        vars(test).update(vars(scenario), __signature__=signature.replace(parameters=parameters))
+        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+        test.__module__ = scenario.__module__
+        return test
+
+    return decorate
