@@ -10,10 +10,13 @@ _T = TypeVar("_T")
 
 class _Selector(selectors.DefaultSelector):
     now = 1000.0
+    threads = 0
+    """Calls that run in other threads."""
 
     def select(self, timeout: float | None = None) -> Any:
         """Other threads are waited for; timers are not."""
-        found = super().select(timeout if timeout is None else 0)
+        waits = timeout is None or (timeout > 0 and self.threads)
+        found = super().select(None if waits else 0)
         if not found and timeout:
             self.now += timeout
         return found
@@ -26,6 +29,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+    def run_in_executor(self, executor: Any, function: Any, *args: Any) -> Any:
+        self._virtual.threads += 1
+        running = super().run_in_executor(executor, function, *args)
+        running.add_done_callback(self._thread_ended)
+        return running
+
+    def _thread_ended(self, _: object) -> None:
+        self._virtual.threads -= 1
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:

@@ -132,16 +132,26 @@ class ModelActor:
     async def decrease_serve_count(self, **_: Any) -> None:
         self._replica.serving -= 1
 
+    async def prepare_anthropic_request(
+        self, messages: list[Any], config: dict[str, Any], **_: Any
+    ) -> dict[str, Any]:
+        return {"messages": messages, "generate_config": config, "input_tokens": 3}
+
     async def generate(self, prompt: str, config: dict[str, Any], **kwargs: Any) -> Any:
-        return await self._answer(prompt, config, kwargs["request_id"])
+        return await self._answer(prompt, config, **kwargs)
 
     async def chat(self, messages: list[Any], config: dict[str, Any], **kwargs: Any) -> Any:
-        prompt = "".join(each["content"] for each in messages)
-        return await self._answer(prompt, config, kwargs["request_id"])
+        parts = [each["content"] for each in messages]
+        prompt = "".join(each if isinstance(each, str) else json.dumps(each) for each in parts)
+        return await self._answer(prompt, config, **kwargs)
 
-    async def _answer(self, prompt: str, config: dict[str, Any], name: str) -> Any:
+    async def _answer(
+        self, prompt: str, config: dict[str, Any], request_id: str = "", **_: Any
+    ) -> Any:
         replica = self._replica
+        name = request_id or f"the engine's {len(replica.asked)}"
         replica.asked.append(name)
+        replica.prompts.append(prompt)
         await replica.reached()
         if replica.serving >= replica.limit:
             raise RuntimeError(FULL.format(limit=replica.limit, replica=self.uid))
@@ -164,7 +174,8 @@ class ModelActor:
 
 
 def _said(word: str) -> dict[str, Any]:
-    choice = {"index": 0, "finish_reason": "stop", "text": word, "delta": {"content": word}}
+    said = {"role": "assistant", "content": word}
+    choice = {"index": 0, "finish_reason": "stop", "text": word, "delta": said, "message": said}
     return {"id": "1", "object": "text_completion", "created": 1, "choices": [choice]}
 
 
@@ -176,6 +187,9 @@ class Replica(Elsewhere):
         self.incarnation = f"{name} now"
         self.model = ReplicaModel(self.incarnation, engine, self)
         self.asked: list[str] = []
+        """The names of its requests."""
+        self.prompts: list[str] = []
+        """What they ask."""
         self.aborted: list[str] = []
         self.serving = 0
         limit = serving.get("request_limit")
@@ -253,6 +267,7 @@ class Replica(Elsewhere):
             for word in each:
                 if not word.done():
                     word.set_exception(self.fails)
+                    word.exception()  # nobody may have asked for it
         if self._timer is not None:
             self._timer.cancel()
         self.leave()
@@ -460,7 +475,7 @@ class World:
             digest.update(data[start : start + CHUNK * BYTES])
             keys.append(digest.digest() + GROUP)
         tokens = max(1, len(data) // BYTES)
-        return Request(self.now, tokens, keys, answer or self._lengths[prompt])
+        return Request(self.now, tokens, keys, answer or self._lengths.get(prompt, 1))
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -478,8 +493,16 @@ class World:
         self.note(prompt, answer)
         asked = Answer(prompt, self.now)
         self.answers.append(asked)
-        body = {"model": MODEL, "stream": stream, **question(path, prompt), **body}
+        limit = {"max_tokens": 4096} if path.endswith("/messages") else {}  # Anthropic's must have
+        body = {"model": MODEL, "stream": stream, **limit, **question(path, prompt), **body}
         asked.task = asyncio.ensure_future(self._ask(asked, path, body, headers or {}))
+        return asked
+
+    async def answer(self, prompt: str = "hi", **how: Any) -> Answer:
+        """What a client asks now, once it has been answered."""
+        asked = self.ask(prompt, **how)
+        assert asked.task is not None
+        await asked.task
         return asked
 
     async def _ask(
@@ -516,6 +539,7 @@ class World:
                 asked.headers = {
                     name.decode(): value.decode() for name, value in message["headers"]
                 }
+                assert len(asked.headers) == len(message["headers"]), "one comes twice"
             elif message.get("body"):
                 asked.first = asked.first or self.now
                 asked.body += message["body"]
@@ -591,11 +615,13 @@ class World:
 Scenario = Callable[[World], Awaitable[None]]
 
 
-def play(scenario: Scenario, *names: str, **how: Any) -> list[str]:
+def play(
+    scenario: Scenario, *names: str, content_of: ContentOf = no_prefixes, **how: Any
+) -> list[str]:
     """The lines of all answers, once the scenario has ended and they have, too."""
 
     async def main() -> list[str]:
-        async with World(*names, **how).serving() as world:
+        async with World(*names, **how).serving(content_of) as world:
             await scenario(world)
             return await world.done()
 
