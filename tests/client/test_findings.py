@@ -9,9 +9,7 @@ from xinference_xavier.runtime.host import process_info
 
 HEALTHY: dict[str, Any] = {
     "transfer_address": "h:2",
-    "config": {"port_range": None, "transport": "auto"},
-    "free_ports": None,
-    "port_range_error": None,
+    "config": {"transport": "auto"},
     "peers": {},
 }
 """What a replica says of itself."""
@@ -42,11 +40,6 @@ def found(
     }
     checks = {"a": {**HEALTHY, **(check or {})}, "b": HEALTHY}
     return found_in({"m": {"report": report, "self_checks": checks}})
-
-
-@pytest.fixture(autouse=True)
-def byte_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
 
 
 def test_nothing_in_healthy_processes() -> None:
@@ -129,7 +122,7 @@ def test_a_disk_that_fails_or_has_rows_of_others() -> None:
 
 
 def test_shared_memory_is_required_where_it_is_impossible() -> None:
-    config = {"port_range": None, "transport": "shared_memory"}
+    config = {"transport": "shared_memory"}
     peers = {"b": "no link by shared_memory: other machine", "c": None}
     (finding,) = found(check={"config": config, "peers": peers})
     assert finding.problem == "cannot fetch from m-1: no link by shared_memory: other machine"

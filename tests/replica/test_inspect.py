@@ -2,7 +2,6 @@
 ports. `test_doctor.py` covers healthy replicas and links that do not open."""
 
 import json
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -105,7 +104,7 @@ async def check(*peers: Member, **config: Any) -> dict[str, Any]:
     members = (Member("own", f"{HOST}:1"), *peers)
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
     process: Any = Process()
-    return await self_check(_config(**config), HOST, mirror, process, {"dtype": "float32"})
+    return await self_check(_config(**config), mirror, process, {"dtype": "float32"})
 
 
 def _config(**options: Any) -> XavierConfig:
@@ -132,21 +131,3 @@ async def test_each_peer_has_its_own_reason(address: str) -> None:
 async def test_the_number_of_probed_peers_is_bounded(address: str) -> None:
     many = [Member(f"{number:03}", address) for number in range(MAX_PEERS + 9)]
     assert len((await check(*many))["peers"]) == MAX_PEERS
-
-
-async def test_free_ports_of_a_range_are_counted() -> None:
-    checked = await check()
-    assert (checked["free_ports"], checked["port_range_error"]) == (None, None)
-    with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
-        low = min(port, 65535 - 2)
-        checked = await check(port_range=(low, low + 2))
-    assert checked["free_ports"] in range(3), "at least one of three is taken"
-    assert checked["port_range_error"] is None
-
-
-async def test_a_range_that_gloo_cannot_use_is_an_error() -> None:
-    """It lies outside the kernel's ephemeral ports."""
-    checked = await check(port_range=(1024, 1030))
-    assert "1024-1030" in checked["port_range_error"]
-    assert checked["free_ports"] in range(8)

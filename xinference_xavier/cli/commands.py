@@ -231,10 +231,10 @@ def routing(client: XavierClient, model: str, mode: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @with_client
 def doctor(client: XavierClient, as_json: bool) -> None:
-    """Find out why replicas do not share, or might not soon, and print the remedy.
+    """Find out why replicas do not share, and print the remedy.
 
-    Examines versions, the extension, addresses, ports, links between replicas, namespaces, pools
-    and the tracker, in every process of the cluster.
+    Examines the extension in every process of xinference, addresses, links between replicas,
+    namespaces, pools and the tracker.
     """
     cluster = client.cluster()
     findings = diagnose(cluster)

@@ -1,4 +1,4 @@
-"""Finds out why replicas do not share, or might not after their next restart, and the remedy.
+"""Finds out why replicas do not share, and the remedy.
 
 Pure: `diagnose` examines what `serving.gateway` gathered.
 """
@@ -6,15 +6,11 @@ Pure: `diagnose` examines what `serving.gateway` gathered.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_loopback, split_address
+from xinference_xavier.runtime.addresses import is_loopback, split_address
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import ModelStatus, ReplicaStatus
 
 _EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
-_COMMON = ("xinference-xavier", "xinference", "xoscar")
-"""Packages that must have the same version in every process."""
-_ENGINES = ("vllm", "torch")
-_BYTE_CODE = "PYTHONDONTWRITEBYTECODE"
 
 Info = Mapping[str, Any]
 
@@ -29,93 +25,32 @@ class Finding(NamedTuple):
 
 
 def process_findings(cluster: Info) -> Iterator[Finding]:
-    yield from _extensions(cluster)
-    yield from _versions(cluster)
-    yield from _byte_code(cluster)
-    yield from _missing(cluster)
-
-
-def _extensions(cluster: Info) -> Iterator[Finding]:
-    workers = cluster["workers"]
-    processes = [("supervisor", cluster["supervisor"], "xinference-supervisor")]
-    processes += [(f"worker {host}", info, "xinference-worker") for host, info in workers.items()]
-    for where, info, program in processes:
+    """Processes of xinference in which the extension does not run."""
+    supervisor, workers = cluster["supervisor"], cluster["workers"]
+    processes = [("supervisor", supervisor), ("API", cluster["api"])]
+    processes += [(f"worker {address}", info) for address, info in workers.items()]
+    for where, info in processes:
         if "error" in info:
+            program = f"xinference-{where.split()[0]}"
             yield Finding(
                 where,
                 f"runs without this extension, or another version ({info['error']})",
                 f"stop it and start it with {_EXTENSION} {program} …",
             )
-    # With an error or where it is off, the supervisor may have workers that it does not report.
-    reports = not {"error", "missing"} & {name for name, x in cluster["supervisor"].items() if x}
-    if reports and not workers:
+        elif missing := info.get("missing"):
+            yield Finding(
+                where,
+                "the extension is off, because its xinference lacks what it uses: "
+                f"{'; '.join(missing)}",
+                "pip install 'xinference>=4.1,<4.2' there, and restart it",
+            )
+    reports_workers = "error" not in supervisor and not supervisor.get("missing")
+    if reports_workers and not workers:
         yield Finding(
             "workers",
             "none is registered; the supervisor refuses workers whose extensions are not its own",
             f"start one with {_EXTENSION} xinference-worker …, and look at its log",
         )
-
-
-def _missing(cluster: Info) -> Iterator[Finding]:
-    for where, process in _processes(cluster):
-        if missing := process.get("missing"):
-            yield Finding(
-                where,
-                f"the extension is off, because its xinference lacks what it uses: "
-                f"{'; '.join(missing)}",
-                "pip install 'xinference>=4.1,<4.2' there, and restart it",
-            )
-
-
-def _versions(cluster: Info) -> Iterator[Finding]:
-    """Processes are compared with the supervisor, engines with the first engine."""
-    expected = cluster["supervisor"].get("versions", cluster["api"]["versions"])
-    engines = []
-    for where, process in _processes(cluster):
-        versions = process["versions"]
-        for package in _COMMON:
-            yield from _version(where, package, versions.get(package), expected[package])
-        if where.startswith("replica"):
-            engines.append((where, versions))
-    for where, versions in engines[1:]:
-        for package in _ENGINES:
-            first = engines[0][1].get(package)
-            yield from _version(where, package, versions.get(package), first)
-
-
-def _version(
-    where: str, package: str, found: str | None, expected: str | None
-) -> Iterator[Finding]:
-    if found != expected and expected is not None:
-        yield Finding(
-            where,
-            f"has {package} {found}, but others have {expected}",
-            f"pip install '{package}=={expected}' there, and restart it",
-        )
-
-
-def _byte_code(cluster: Info) -> Iterator[Finding]:
-    for where, process in _processes(cluster):
-        if process["environment"].get(_BYTE_CODE):
-            yield Finding(
-                where,
-                f"{_BYTE_CODE} is set: an engine takes three times as long to start",
-                f"unset {_BYTE_CODE} before starting xinference there",
-                grave=False,
-            )
-
-
-def _processes(cluster: Info) -> Iterator[tuple[str, Info]]:
-    """Name and info of every process that answered."""
-    processes = [("supervisor", cluster["supervisor"]), ("API", cluster["api"])]
-    processes += [(f"worker {address}", info) for address, info in cluster["workers"].items()]
-    for model_uid, model in cluster["models"].items():
-        processes.append((f"tracker of {model_uid}", model.get("tracker", {})))
-        self_checks = model.get("self_checks", {})
-        for replica in model.get("report", {}).get("replicas", ()):
-            name = replica.get("replica", replica["incarnation"])
-            processes.append((f"replica {name}", self_checks.get(replica["incarnation"], {})))
-    return ((where, info) for where, info in processes if "versions" in info)
 
 
 _FEW_ROWS = 64
@@ -179,7 +114,6 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
             )
             continue
         yield from _transfer(replica)
-        yield from _ports(replica)
         yield from _links(replica, names)
 
 
@@ -345,26 +279,6 @@ def _transfer(replica: _Replica) -> Iterator[Finding]:
             f"has no transfer process after {check['transfer_starts']} starts: {reason}",
             "launch with --xavier_transport auto; if that does not help, see why it fails there: "
             "python -c 'import xinference_xavier.transfer.transports.gloo'",
-        )
-
-
-def _ports(replica: _Replica) -> Iterator[Finding]:
-    check = replica.self_check
-    ports, free = check["config"]["port_range"], check["free_ports"]
-    if check["port_range_error"] is not None:
-        yield Finding(
-            replica.where,
-            check["port_range_error"],
-            "launch with another --xavier_port_range LOW-HIGH",
-        )
-    elif free is not None and free < PORTS_PER_REPLICA:
-        yield Finding(
-            replica.where,
-            f"xavier_port_range={ports[0]}-{ports[1]} has only {free} free ports on its host; a "
-            f"replica needs {PORTS_PER_REPLICA} to restart",
-            f"ss -ltnp 'sport >= {ports[0]} and sport <= {ports[1]}' there, or launch with a wider "
-            "--xavier_port_range LOW-HIGH",
-            grave=False,
         )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import TransportError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import unpack_question
@@ -23,7 +22,6 @@ from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.host import process_info
-from xinference_xavier.runtime.net import check_range, free_ports
 
 
 class Chunked(NamedTuple):
@@ -108,12 +106,11 @@ MAX_PEERS = 64  # that are probed
 
 async def self_check(
     config: XavierConfig,
-    host: str,
     mirror: Mirror,
     process: TransferProcess,
     fingerprint_fields: Mapping[str, str],
 ) -> dict[str, Any]:
-    """JSON-able. `host` is this replica's address, `fingerprint_fields` are its namespace's.
+    """JSON-able. `fingerprint_fields` are the namespace's.
     `peers` maps each peer to why no link to it opens; None if one does. `linked_to` has the
     transport of each link, `obstacles` why a better one is not used."""
     peers = sorted(mirror.peers)[:MAX_PEERS]
@@ -126,22 +123,10 @@ async def self_check(
         "transfer_address": process.endpoint and process.endpoint.address,
         "transfer_starts": process.starts,
         "transfer_error": process.error,
-        **await asyncio.to_thread(_ports, host, config.port_range),
         "peers": dict(zip(peers, probed, strict=True)),
         "linked_to": links.get("linked_to", {}),
         "obstacles": links.get("obstacles", {}),
     }
-
-
-def _ports(host: str, port_range: tuple[int, int] | None) -> dict[str, Any]:
-    if port_range is None:
-        return {"free_ports": None, "port_range_error": None}
-    error = None
-    try:
-        check_range(*port_range)
-    except TransportError as failure:
-        error = str(failure)
-    return {"free_ports": free_ports(host, port_range), "port_range_error": error}
 
 
 async def _probe(peer: str, mirror: Mirror, process: TransferProcess) -> str | None:

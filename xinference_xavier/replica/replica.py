@@ -421,9 +421,7 @@ class Replica:
         return self._process.endpoint
 
     async def self_check(self) -> dict[str, Any]:
-        return await self_check(
-            self._config, self._host, self.mirror, self._process, self._fingerprint_fields
-        )
+        return await self_check(self._config, self.mirror, self._process, self._fingerprint_fields)
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""

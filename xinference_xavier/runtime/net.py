@@ -55,22 +55,6 @@ def local_host_towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def free_ports(host: str, port_range: tuple[int, int], most: int = 100) -> int:
-    """The number of free ports in the range, counted up to `most`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    free = 0
-    for port in range(port_range[0], port_range[1] + 1):
-        with socket.socket(family) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        free += 1
-        if free == most:
-            break
-    return free
-
-
 async def listen(host: str, port_range: tuple[int, int] | None) -> xoscar.MainActorPoolType:
     """Start an xoscar pool without sub-processes, on a free port of `host` within the range. Raises
     TransportError if the range has no free port, or this machine has no address `host`."""

@@ -196,11 +196,10 @@ async def _ask_worker(worker: Any) -> dict[str, Any]:
 async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:
     try:
         report = (await trackers.report(model_uid)).public
-        tracker = await trackers.call(model_uid, "process_info")
         self_checks = await trackers.call(
             model_uid, "self_checks", deadline=SELF_CHECK_DEADLINE + 1
         )
-        return {"report": report, "tracker": tracker, "self_checks": self_checks}
+        return {"report": report, "self_checks": self_checks}
     except NotFoundError:
         return {"error": "no tracker"}
     except UNREACHABLE as error:

@@ -48,7 +48,6 @@ from xinference_xavier.protocol.tracker import (
     check_version,
     without_rank,
 )
-from xinference_xavier.runtime.host import process_info
 from xinference_xavier.runtime.net import patch_cancels
 from xinference_xavier.stats.report import History
 from xinference_xavier.tracker import fanout
@@ -351,10 +350,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def self_checks(self) -> dict[str, dict[str, Any]]:
         """The result of every replica's self-check, by incarnation."""
         return await fanout.self_check_all(self._namespaces.all_members())
-
-    async def process_info(self) -> dict[str, Any]:
-        """What the process that runs this tracker knows about itself; JSON-able."""
-        return {**process_info(), "address": self.address}
 
     async def set_enabled(self, enabled: bool, for_s: float | None = None) -> Settings:
         """Switch sharing on or off for all replicas of the model. With `for_s`, all that was
