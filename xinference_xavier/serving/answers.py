@@ -102,10 +102,9 @@ def add_route(
 def model_access(context: Any) -> Access:
     """Only those who may ask the model may learn what it has computed. `context` is xinference's
     APIExtensionContext."""
-    auth_service, guarded = context.auth_service, context.auth_enabled
 
     def check(request: Request, model_uid: str) -> None:
-        if guarded and not seam.may_ask(auth_service, request, model_uid):
+        if context.auth_enabled and not seam.may_ask(context.auth_service, request, model_uid):
             raise HTTPException(403, f"the API key is not valid for model {model_uid!r}")
 
     return check
