@@ -35,7 +35,7 @@ def found(
             {**replica, "incarnation": "a", "replica": "m-0", **figures},
             {**replica, "incarnation": "b", "replica": "m-1"},
         ],
-        "totals": {},
+        "totals": {"hits": figures.get("hits", {"remote": 1}), "fetches": figures.get("fetches")},
         "tracker": tracker or {},
     }
     checks = {"a": {**HEALTHY, **(check or {})}, "b": HEALTHY}
@@ -99,6 +99,75 @@ def test_what_a_report_tells(
 ) -> None:
     (finding,) = found(**figures)
     assert (finding.where, finding.problem, finding.grave) == (where, problem, grave)
+
+
+NOTHING_SHARED = {"hits": {"computed": 1000}}
+OWN = {"hits": {"computed": 1000, "prefix_cache": 200, "local_pool": 56}}
+
+
+def prompts(**counts: int) -> dict[str, Any]:
+    return {**NOTHING_SHARED, "prompts": {"seen": 100, **counts}}
+
+
+@pytest.mark.parametrize(
+    ("figures", "problem", "remedy"),
+    [
+        (
+            NOTHING_SHARED,
+            "no request has reached its replicas since they started",
+            "xinference-xavier try m",
+        ),
+        (
+            prompts(shorter=60, new=40),
+            "60 of 100 prompts were shorter than a chunk, and whole chunks are shared",
+            "--xavier_chunk_tokens",
+        ),
+        (
+            prompts(new_salts=51, new=90),
+            "51 of 100 prompts had a cache_salt of their own",
+            "send one cache_salt with all requests of a tenant",
+        ),
+        (
+            prompts(new=51, longest=112),
+            "the first chunk of 51 of 100 prompts was new; the longest beginning that was reused "
+            "has 112 tokens",
+            "xinference-xavier explain m --prompt-file FILE",
+        ),
+        (
+            {**prompts(), "fetch_decisions": {"computed": 7}},
+            "7 beginnings that a peer held were computed, as that is faster",
+            "xinference-xavier try m",
+        ),
+        (
+            {**prompts(), **OWN},
+            "all 256 tokens that were reused came from the replicas' own caches",
+            "nothing is wrong",
+        ),
+    ],
+)
+def test_no_hits_that_are_right_have_their_reason(
+    figures: dict[str, Any], problem: str, remedy: str
+) -> None:
+    (finding,) = found(**figures)
+    assert (finding.where, finding.grave) == ("model m", False)
+    assert finding.problem.startswith(problem)
+    assert remedy in finding.remedy
+
+
+def test_no_hits_that_are_wrong_are_grave() -> None:
+    rolled_back = {"started": 9, "rolled_back": {"timeout": 7, "link": 2}}
+    (finding,) = found(**prompts(new=40), fetches=rolled_back)
+    assert finding.grave
+    assert finding.problem == "none of 9 fetches brought what it was to: link (2), timeout (7)"
+    assert "Why a fetch was rolled back" in finding.remedy
+    assert found(**prompts(), fetches=rolled_back | {"committed": 1}) == []
+
+
+@pytest.mark.parametrize(
+    "figures", [prompts(), prompts(new=50), {"prompts": {"seen": 1, "new": 1}}]
+)
+def test_some_of_it_or_a_hit_needs_no_reason(figures: dict[str, Any]) -> None:
+    assert found(**figures) == []
 
 
 def test_a_pool_smaller_than_the_cache_and_the_size_that_all_its_engines_take() -> None:

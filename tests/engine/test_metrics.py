@@ -1,12 +1,16 @@
 """Each source of tokens has a counter of vLLM's. Each wait for a first token counts once, by where
-most of the prompt came from, however vLLM schedules the request; and only if somebody waits."""
+most of the prompt came from, however vLLM schedules the request; and only if somebody waits. Each
+prompt counts once by what it has in common with others."""
+
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 from vllm.v1.request import RequestStatus
 
-from tests.engine.scheduling import Clock
+from tests.engine.scheduling import CHUNK, Clock, Scheduling, chunks
 from tests.engine.vllm_scheduler import Engine, MakeEngine
+from xinference_xavier.engine import metrics
 from xinference_xavier.engine.metrics import FirstTokenTimes, definitions, stats_of
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.protocol.load import prefill_id
@@ -127,3 +131,65 @@ def test_every_source_of_tokens_has_a_counter_that_vllm_knows() -> None:
     for counter in counters.values():
         assert isinstance(counter, OffloadingCounterMetadata)
         assert counter.documentation
+
+
+# -- what prompts have in common ---------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm() -> Scheduling:
+    return Scheduling()
+
+
+def asks(vllm: Scheduling, req_id: str, prompt: str, count: int = 3, **asked: Any) -> None:
+    """A request for so many chunks is computed and ends."""
+    request = vllm.arrive(req_id, chunks(prompt, count))
+    hits = vllm.attempt(request, **asked)
+    assert hits is not None
+    vllm.schedule(request, hits)
+    vllm.manager.on_request_finished(request.context)
+
+
+def counted(vllm: Scheduling) -> dict[str, int]:
+    """What is counted at all."""
+    return {name: count for name, count in vllm.manager.stats()["prompts"].items() if count}
+
+
+def test_a_prompt_is_new_unless_a_replica_holds_its_first_chunk(vllm: Scheduling) -> None:
+    vllm.tier.peers_hold(peer=chunks("at a peer", 1))
+    asks(vllm, "one", "at a peer")  # which is not worth a fetch
+    assert counted(vllm) == {"seen": 1}
+    asks(vllm, "other", "nowhere")
+    assert counted(vllm) == {"seen": 2, "new": 1}
+
+
+def test_what_vllm_has_itself_is_reused_and_less_than_a_chunk_is_new(vllm: Scheduling) -> None:
+    for name, tokens in (("r", 2 * CHUNK), ("s", CHUNK - 16)):
+        request = vllm.arrive(name, chunks(name, 3))
+        vllm.manager.begin_lookups(name, tokens)
+        vllm.schedule(request, 0)
+    assert counted(vllm) == {"seen": 2, "new": 1, "longest": 2 * CHUNK}
+
+
+def test_a_prompt_shorter_than_a_chunk_is_not_new(vllm: Scheduling) -> None:
+    request = vllm.arrive("r", [])
+    vllm.attempt(request)
+    vllm.manager.count_prompt("r", CHUNK - 1, 0)
+    assert counted(vllm) == {"seen": 1, "shorter": 1}
+
+
+def test_a_salt_is_new_unless_one_of_the_last_thousand_was_equal(
+    vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_SALTS", 2)
+    for number, salt in enumerate([None, "a", "a", "b", "a", "c", "a", "b"]):
+        asks(vllm, str(number), "prompt", salt=salt)
+    assert vllm.manager.stats()["prompts"]["new_salts"] == len("abcb")
+
+
+def test_a_request_that_is_scheduled_again_is_one_prompt(vllm: Scheduling) -> None:
+    request = vllm.arrive("r", chunks("prompt", 3))
+    for _ in range(2):
+        vllm.attempt(request)
+        vllm.schedule(request, 0)
+    assert counted(vllm) == {"seen": 1, "new": 1}

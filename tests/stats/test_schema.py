@@ -34,6 +34,7 @@ from xinference_xavier.stats.schema import (
     ModelStatus,
     PoolStats,
     Predictions,
+    PromptStats,
     ReplicaFetches,
     ReplicaStatus,
     RoutingStats,
@@ -97,7 +98,7 @@ def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
     "kind",
     [
         *(ModelStatus, ReplicaStatus, Totals, Hits, ReplicaFetches, FetchStats, Decisions),
-        *(WaitCounts, PoolStats, GrantStats, MirrorStats, ComparisonStats),
+        *(WaitCounts, PromptStats, PoolStats, GrantStats, MirrorStats, ComparisonStats),
         *(WarmJoinStats, TrackerStats, RoutingStats, KnownLoad, FirstTokens, Predictions),
     ],
 )

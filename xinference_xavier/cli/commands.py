@@ -234,7 +234,8 @@ def doctor(client: XavierClient, as_json: bool) -> None:
     """Find out why replicas do not share, and print the remedy.
 
     Examines the extension in every process of xinference, addresses, links between replicas,
-    namespaces, pools and the tracker.
+    namespaces, pools and the tracker. If nothing has come from a peer yet, also what the prompts
+    had in common.
     """
     cluster = client.cluster()
     findings = diagnose(cluster)

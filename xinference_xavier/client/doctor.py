@@ -1,4 +1,5 @@
-"""Finds out why replicas do not share, and the remedy.
+"""Finds out why replicas do not share, and the remedy: what is wrong with them, and what there is
+to share in their traffic.
 
 Pure: `diagnose` examines what `serving.gateway` gathered.
 """
@@ -97,6 +98,7 @@ def _model_findings(model_uid: str, model: Info) -> Iterator[Finding]:
     yield from _too_few(model_uid, replicas)
     yield from _namespaces(model_uid, replicas)
     yield from _addresses(replicas)
+    yield from _traffic(status)
     yield from _tracker_is_full(status)
     names = {replica.incarnation: replica.replica for replica in status.replicas}
     for replica in replicas:
@@ -133,6 +135,90 @@ def _too_few(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
             f"it has {'one replica' if replicas else 'no replica'}, and sharing takes two",
             f"curl -X POST ENDPOINT/v1/models/{model_uid}/replicas -H 'content-type: "
             """application/json' -d '{"replica": 1}'""",
+        )
+
+
+def _traffic(status: ModelStatus) -> Iterator[Finding]:
+    """Why nothing has come from a peer, if replicas may fetch: what the prompts were like."""
+    uid, hits = status.model_uid, status.totals.hits
+    if not status.enabled or len(status.replicas) < 2 or hits.remote:
+        return
+    where = f"model {uid}"
+    if not any(replica.prompts.seen for replica in status.replicas):
+        yield Finding(
+            where,
+            "no request has reached its replicas since they started, so there is nothing to share",
+            f"send requests, or try it with two long prompts: xinference-xavier try {uid}",
+            grave=False,
+        )
+        return
+    reasons = [*_prompts(status), *_fetches(status)]
+    own = hits.total - hits.computed
+    if not reasons and own:
+        yield Finding(
+            where,
+            f"all {own} tokens that were reused came from the replicas' own caches",
+            "nothing is wrong: requests go to the replica that has their beginning; to see a copy "
+            f"from another one: xinference-xavier try {uid}",
+            grave=False,
+        )
+    yield from reasons
+
+
+def _prompts(status: ModelStatus) -> Iterator[Finding]:
+    """What most of them are like."""
+    prompts = [replica.prompts for replica in status.replicas]
+    seen, where = sum(each.seen for each in prompts), f"model {status.model_uid}"
+    shorter, new = sum(each.shorter for each in prompts), sum(each.new for each in prompts)
+    new_salts = sum(each.new_salts for each in prompts)
+    if 2 * shorter > seen:
+        yield Finding(
+            where,
+            f"{shorter} of {seen} prompts were shorter than a chunk, and whole chunks are shared",
+            "nothing is wrong if prompts are that short; or launch with smaller "
+            "--xavier_chunk_tokens",
+            grave=False,
+        )
+    elif 2 * new_salts > seen:
+        yield Finding(
+            where,
+            f"{new_salts} of {seen} prompts had a cache_salt of their own, and only those with "
+            "the same salt share",
+            "send one cache_salt with all requests of a tenant, or none",
+            grave=False,
+        )
+    elif 2 * new > seen:
+        longest = max(each.longest for each in prompts)
+        yield Finding(
+            where,
+            f"the first chunk of {new} of {seen} prompts was new; the longest beginning that was "
+            f"reused has {longest} tokens",
+            "put first what prompts have in common (instructions, tools, documents) and last what "
+            "differs (question, time, name); where one differs, says: xinference-xavier explain "
+            f"{status.model_uid} --prompt-file FILE",
+            grave=False,
+        )
+
+
+def _fetches(status: ModelStatus) -> Iterator[Finding]:
+    """Peers held what prompts began with, and it did not come from there."""
+    where, fetches = f"model {status.model_uid}", status.totals.fetches
+    computed = sum(replica.fetch_decisions.computed for replica in status.replicas)
+    if fetches.rolled_back and not fetches.committed:
+        counts = (f"{reason} ({count})" for reason, count in sorted(fetches.rolled_back.items()))
+        yield Finding(
+            where,
+            f"none of {fetches.started} fetches brought what it was to: {', '.join(counts)}",
+            "look the reasons up in docs/troubleshooting.md, under 'Why a fetch was rolled back'",
+        )
+    elif computed and not fetches.started:
+        yield Finding(
+            where,
+            f"{computed} beginnings that a peer held were computed, as that is faster by the "
+            "replicas' measurements",
+            f"nothing is wrong if it is: xinference-xavier try {status.model_uid} shows both "
+            "times; else give the replicas a faster --xavier_transport or network",
+            grave=False,
         )
 
 

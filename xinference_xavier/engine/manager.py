@@ -36,7 +36,7 @@ from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.keys import Layout
-from xinference_xavier.engine.metrics import FirstTokenTimes, stats_of
+from xinference_xavier.engine.metrics import CommonBeginnings, FirstTokenTimes, stats_of
 from xinference_xavier.engine.probes import CanAudit, Probes
 from xinference_xavier.engine.request import Fetches, Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
@@ -104,6 +104,7 @@ class XavierManager(OffloadingManager):
         self._hits = Hits()
         self._unreported = Hits()  # of them, to vLLM
         self.first_tokens = FirstTokenTimes()
+        self._beginnings = CommonBeginnings(self._holders)
         self.settled = True  # the next step has nothing to do, unless vLLM asks for something
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
         self.probes = probes(self._can_audit)
@@ -155,6 +156,7 @@ class XavierManager(OffloadingManager):
             "vllm_untested": vllm_versions.is_newer(vllm.__version__),
             "hits": asdict(self._hits),
             "first_tokens": asdict(self.first_tokens.seconds),
+            "prompts": asdict(self._beginnings.counts),
             "requests": self._finished_requests,
             "scheduler_errors": self.errors.count,
             "longest_scheduling_wait_s": self.tier_lookup.longest_scheduling_wait,
@@ -194,6 +196,7 @@ class XavierManager(OffloadingManager):
             if salt is not None and (probe := self.probes.of(salt)) is not None:
                 request.probe, request.counted.prompt = probe, True
                 request.settle()
+            request.salt = salt
             if ambiguous:
                 request.excluded, self._all_share = True, False
             if lora_request is not None:
@@ -257,6 +260,7 @@ class XavierManager(OffloadingManager):
         request.answer_start = prompt
         if not request.source:  # else its own rows may be among them
             self.pool.end_probation(request.row_keys())
+            self._beginnings.scheduled(request, prompt, request.prefix_tokens + loaded)
         self.workload.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
         rows = self._jobs.loading(req_id)

@@ -1,11 +1,11 @@
 """What sharing does for requests, in figures: where their prompts' tokens came from, for vLLM's own
-metrics, and by that how long people wait for an answer to begin.
+metrics, by that how long people wait for an answer to begin, and what prompts have in common.
 
 As in vLLM's own metric, a wait begins when the engine's frontend takes the request, by the wall
 clock: a request that arrives during a step waits for its end. Requests for whose tokens nobody
 waits do not count.
 
-Belongs to the scheduler thread; any thread may read `seconds`.
+Belongs to the scheduler thread; any thread may read `seconds` and `counts`.
 """
 
 import time
@@ -17,7 +17,13 @@ from vllm.v1.request import Request as VllmRequest
 
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.workload import is_for_client, own_id
-from xinference_xavier.stats.schema import HIT_SOURCES, AnswerSeconds, FirstTokens, Hits
+from xinference_xavier.stats.schema import (
+    HIT_SOURCES,
+    AnswerSeconds,
+    FirstTokens,
+    Hits,
+    PromptStats,
+)
 
 _PREFIX = "vllm:xavier_"
 _HELP = {
@@ -67,3 +73,35 @@ class FirstTokenTimes:
                 times.observe(max(0.0, self._clock() - request.arrival_time))
             if request.num_output_tokens or request.is_finished():
                 del self._awaited[req_id]
+
+
+_SALTS = 1000  # that are remembered
+
+
+class CommonBeginnings:
+    """`holders` returns the peers that hold a chunk, as a number that is 0 if there are none."""
+
+    def __init__(self, holders: Callable[[bytes], int]) -> None:
+        self.counts = PromptStats()
+        self._holders = holders
+        self._salts: dict[int, None] = {}  # hashes, the latest is last
+
+    def scheduled(self, request: Request, prompt: int, found: int) -> None:
+        """The request is scheduled for the first time. The first `found` of the `prompt`'s tokens
+        need not be computed."""
+        counts, chunk = self.counts, request.layout.chunk_tokens
+        counts.seen += 1
+        counts.longest = max(counts.longest, found)
+        counts.new_salts += request.salt is not None and self._is_new(hash(request.salt))
+        if prompt < chunk:
+            counts.shorter += 1
+        elif found < chunk:
+            counts.new += not any(map(self._holders, request.main_keys()[:1]))
+
+    def _is_new(self, salt: int) -> bool:
+        is_new = salt not in self._salts
+        self._salts.pop(salt, None)
+        self._salts[salt] = None
+        if len(self._salts) > _SALTS:
+            del self._salts[next(iter(self._salts))]
+        return is_new

@@ -77,6 +77,7 @@ class Request:
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
     failed: set[str] = field(default_factory=set)  # donors that it is not fetched from again
     fetched: dict[bytes, str] = field(default_factory=dict)  # source of each key fetched for it
+    salt: str | None = None  # vLLM's `cache_salt`
     excluded: bool = False  # neither stores nor loads anything
     stale: bool = False  # vLLM may have computed its blocks with other weights
     adapter: Look | None = None

@@ -340,6 +340,20 @@ class DiskStats:
     failures: int = metric("disk_failures_total", "Failed calls to the disk.")
 
 
+@dataclass
+class PromptStats:
+    """Whether prompts have anything in common. Of those `seen`, some were `shorter` than a chunk,
+    of some the first chunk was `new`, as no replica held it, and some had a `cache_salt` that was
+    not among the last thousand (`new_salts`). `longest` is the longest beginning of a prompt, in
+    tokens, that was reused."""
+
+    seen: int = 0
+    shorter: int = 0
+    new: int = 0
+    new_salts: int = 0
+    longest: int = 0
+
+
 @dataclass(kw_only=True)
 class ReplicaStats(Counters):
     """`Counters`, and what else a replica reports about itself."""
@@ -369,6 +383,7 @@ class ReplicaStats(Counters):
     received_from: dict[str, int] = described("Bytes by donor.", dict)
     fetching: dict[str, int] = metric("fetching_chunks", "Chunks under way to the replica.", dict)
     fetch_decisions: Decisions = described("What it fetched or computed.", Decisions)
+    prompts: PromptStats = described("Whether its prompts had anything in common.", PromptStats)
     waits: WaitCounts = described("Waits for a peer's prefill.", WaitCounts)
     pool: PoolStats = described("Its pool.", PoolStats)
     grants: GrantStats = described("Grants to peers.", GrantStats)
