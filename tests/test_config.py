@@ -165,6 +165,14 @@ class TestDefaultsOfTheCluster:
         assert said.startswith("XINFERENCE_XAVIER_POOL_SIZE is no default of an option; did you")
         assert said.endswith("mean XINFERENCE_XAVIER_POOL_BYTES?")
 
+    def test_a_retired_one_is_ignored_with_a_warning(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("XINFERENCE_XAVIER_PREFILL_THRESHOLD", "500")
+        assert parsed() == {}
+        (said,) = caplog.messages
+        assert said.startswith("XINFERENCE_XAVIER_PREFILL_THRESHOLD=500 is ignored; that option")
+
     def test_a_wrong_one_is_refused_by_its_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XINFERENCE_XAVIER_POOL_BYTES", "all")
         assert refusal().startswith("XINFERENCE_XAVIER_POOL_BYTES='all' is not a size; use a")
@@ -191,6 +199,26 @@ def test_our_options_without_enable_are_dropped_with_a_warning(
     assert take_launch_options(kwargs) is None
     assert kwargs == {"dtype": "float32"}
     assert "xavier-pool-bytes, xavier_backend ignored" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["xavier_prefill_threshold", "xavier-prefill-threshold"])
+def test_a_retired_option_is_ignored_with_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an old launch, which means this extension, and of an old configuration of vLLM."""
+    kwargs = {ENABLE: True, name: 500}
+    assert take_launch_options(kwargs) == {}
+    assert kwargs == {}
+    warning = "=500 is ignored; that option is gone: a prefill replica gets the prefills"
+    assert f"{name}{warning}" in caplog.text
+    caplog.clear()
+    config = XavierConfig("m", "10.0.0.1:9999")
+    assert XavierConfig.from_dict({**config.to_dict(), "prefill_threshold": 500}) == config
+    assert f"xavier_prefill_threshold{warning}" in caplog.text
+    caplog.clear()
+    assert XavierConfig.from_dict({**config.to_dict(), "prefill_threshold": None}) == config
+    assert parsed(**{name: None}) == {}
+    assert not caplog.messages
 
 
 def test_a_refusal_leaves_the_arguments_as_they_were() -> None:

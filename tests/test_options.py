@@ -104,7 +104,6 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("roles", ["encode:1,any:1"], "has an unknown role, encode"),
         ("roles", ["decode:100000"], "has more than 1000 replicas"),
         ("roles", ["prefill:2"], "has no replica that answers"),
-        ("prefill_threshold", [-1, "1.5", "many", True], "xavier_prefill_threshold="),
         ("pin_fraction", ["-0.1", "1.5", "half", "nan"], "use a part of the pool from 0 to 1"),
         ("warm_join", ["-1", "601", "soon", "nan"], "use seconds from 0 (off) to 600"),
         ("drain", ["-1", "3601", "soon", "nan"], "use seconds from 0 (off) to 3600"),

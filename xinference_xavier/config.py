@@ -31,6 +31,7 @@ from xinference_xavier.options import (
     MAX_DRAIN,
     MAX_WARM_JOIN,
     PARSERS,
+    RETIRED,
     Backend,
     Role,
     Routing,
@@ -103,7 +104,6 @@ class XavierConfig:
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
     role: Role = "any"
-    prefill_threshold: int | None = None
     worker_address: str | None = None
     replicas_per_host: int = 1
     engines: int = 1
@@ -122,9 +122,14 @@ class XavierConfig:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> XavierConfig:
-        """Raises ConfigError for an unknown key or a wrong value."""
+        """Raises ConfigError for an unknown key or a wrong value. Ignores retired options, with a
+        warning: a server without xinference may have a dictionary of an earlier version."""
+        fields = dict(plain)
+        for option in RETIRED:
+            if (value := fields.pop(option.removeprefix(_PREFIX), None)) is not None:
+                _warn_of_retired(option, option, value)
         try:
-            return cls(**plain)
+            return cls(**fields)
         except pydantic.ValidationError as error:
             fault = error.errors()[0]
         key = str(fault["loc"][0])
@@ -184,7 +189,7 @@ def _leave_to_builtin(kwargs: MutableMapping[str, Any]) -> None:
 def _backend(given: Mapping[str, Any], foreign: bool) -> Backend:
     """Whose launch it is: as it says, else whose options it has, else the cluster's default."""
     named = {_plain(name): value for name, value in given.items() if value is not None}
-    own = next((name for name in named if name in PARSERS), None)
+    own = next((name for name in named if name in PARSERS or name in RETIRED), None)
     if BACKEND in named:
         backend: Backend = parse_backend(BACKEND, named[BACKEND])
         if backend == "builtin" and own is not None:
@@ -211,12 +216,16 @@ def default_backend() -> Backend:
 
 def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of XavierConfig, from our options among those ``given``, and for the others from the
-    environment. Raises ConfigError."""
-    _warn_of_unknown_defaults()
+    environment. Ignores retired options, with a warning. Raises ConfigError."""
+    _warn_of_ignored_defaults()
     ours: dict[str, Any] = {}
     for name, value in given.items():
         plain = _plain(name)
         if not plain.startswith(_PREFIX) or plain == BACKEND:
+            continue
+        if plain in RETIRED:
+            if value is not None:
+                _warn_of_retired(plain, name, value)
             continue
         _refuse_foreign_name(name, plain, value)
         if plain in ours:
@@ -236,11 +245,19 @@ def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _warn_of_unknown_defaults() -> None:
-    """Warn of misspelt ones. xinference has variables of such names, too."""
+def _warn_of_retired(option: str, name: str, value: object) -> None:
+    """`name` is how it was written."""
+    logger.warning("%s=%s is ignored; that option is gone: %s", name, value, RETIRED[option])
+
+
+def _warn_of_ignored_defaults() -> None:
+    """Warn of retired and misspelt ones. xinference has variables of such names, too."""
     known = {_variable(option) for option in (BACKEND, *PARSERS)} | UPSTREAM_VARIABLES
+    retired = {_variable(option): option for option in RETIRED}
     for name in os.environ.keys() - known:
-        if name.startswith(_variable(_PREFIX)):
+        if name in retired:
+            _warn_of_retired(retired[name], name, os.environ[name])
+        elif name.startswith(_variable(_PREFIX)):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             logger.warning("%s is no default of an option; did you mean %s?", name, near)
 
@@ -252,7 +269,7 @@ def _variable(option: str) -> str:
 
 def _is_own(name: str) -> bool:
     """Whether an argument of a launch is for ours only."""
-    return _plain(name) in {*PARSERS, BACKEND}
+    return _plain(name) in {*PARSERS, *RETIRED, BACKEND}
 
 
 def _plain(name: str) -> str:

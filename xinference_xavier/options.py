@@ -249,7 +249,6 @@ EXPERT = {
         Annotated[_Whole, Field(ge=0, le=MAX_QUEUE)],
         f"use a number of requests from 0 to {MAX_QUEUE}",
     ),
-    "xavier_prefill_threshold": _TOKENS,
     "xavier_pin_fraction": _range(
         0, 1, f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
     ),
@@ -275,11 +274,14 @@ EXPERT = {
 }
 """Options whose defaults suit most clusters."""
 PARSERS = BASIC | EXPERT
+RETIRED = {
+    "xavier_prefill_threshold": "a prefill replica gets the prefills for which that pays",
+}
+"""Options of earlier versions, and what has replaced them."""
 ONLY_UNDER_XINFERENCE = (
     "xavier_routing",
     "xavier_roles",
     "xavier_queue",
-    "xavier_prefill_threshold",
     "xavier_pin_fraction",
     "xavier_warm_join",
     "xavier_drain",

@@ -17,7 +17,7 @@ from tests.harness.replicas import MODEL, ReplicaProcess
 from xinference_xavier.cli import standalone
 from xinference_xavier.cli.commands import main
 from xinference_xavier.config import XavierConfig, configuration, own_transfer_config
-from xinference_xavier.options import PARSERS
+from xinference_xavier.options import PARSERS, RETIRED
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.aio import within
 
@@ -130,4 +130,4 @@ def test_every_launch_option_is_taken_with_either_dash() -> None:
     dashed = [word.replace("xavier_", "xavier-").replace("_", "-") for word in plain]
     assert configure("m", *plain).stdout == configure("m", *dashed).stdout != ""
     known = {option.name for option in main.commands["transfer-config"].params}
-    assert known >= set(PARSERS)
+    assert known >= {*PARSERS, *RETIRED}

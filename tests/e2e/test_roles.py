@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
+from threading import Event
 from typing import Any
 
 import pytest
@@ -36,16 +37,36 @@ def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
         cluster,
         **ARGUMENTS
         | {"xavier_routing": "auto", "xavier_transport": "gloo"}
-        | {"xavier_roles": "prefill:1,decode:1", "xavier_prefill_threshold": 500},
+        | {"xavier_roles": "prefill:1,decode:1"},
     )
     try:
         wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
         ask(cluster, "Hello")  # the first one only lets the API process look for the model
         wait_until(lambda: bool(route_of(ask(cluster, "Hello"))[0]), "requests are routed")
-        wait_until(lambda: divides(cluster), "a prefill has been measured")
-        yield cluster
+        with others_answered(cluster):
+            wait_until(lambda: divides(cluster), "a prefill has been measured")
+            yield cluster
     finally:
         cluster.terminate(UID)
+
+
+@contextmanager
+def others_answered(cluster: LocalCluster) -> Iterator[None]:
+    """Meanwhile, the decode replica answers two readers, whom a prefill beside it would delay."""
+    done = Event()
+
+    def read() -> None:
+        while not done.is_set():
+            with suppress(requests.RequestException):  # a test has killed the replica
+                ask(cluster, "Hello", 500)
+
+    with ThreadPoolExecutor(2) as readers:
+        for _ in range(2):
+            readers.submit(read)
+        try:
+            yield
+        finally:
+            done.set()
 
 
 def launch_by_python_client(cluster: LocalCluster, **options: Any) -> None:

@@ -22,7 +22,7 @@ from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.events import load_hook
-from xinference_xavier.options import ONLY_UNDER_XINFERENCE, PARSERS
+from xinference_xavier.options import ONLY_UNDER_XINFERENCE, PARSERS, RETIRED
 from xinference_xavier.stats.answers import EventRecord, ModelList
 from xinference_xavier.stats.schema import ModelStatus
 
@@ -295,8 +295,9 @@ def _interrupted() -> asyncio.Event:
 
 
 def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
-    for name in reversed(PARSERS):
-        hidden = name in ONLY_UNDER_XINFERENCE  # refused with the reason
+    for name in reversed([*PARSERS, *RETIRED]):
+        # Those are refused with the reason, or ignored with a warning.
+        hidden = name in ONLY_UNDER_XINFERENCE or name in RETIRED
         command = click.option(f"--{name}", metavar="VALUE", hidden=hidden)(command)
     return command
 

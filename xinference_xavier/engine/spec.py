@@ -400,7 +400,6 @@ def serving_of(config: XavierConfig, layout: Layout, row_bytes: int, slots: int)
         config.routing,
         config.queue,
         config.role,
-        config.prefill_threshold,
         mark_key=secrets.token_hex(16),
         drain=config.drain,
         slots=slots,

@@ -40,8 +40,6 @@ class Serving(NamedTuple):
     queue: Count = 0
     """Requests that may wait for any of the model's replicas."""
     role: Role = "any"
-    prefill_threshold: Count | None = None
-    """Tokens beyond which prefills are left to a prefill replica; None if that is predicted."""
     mark_key: Annotated[str, Field(max_length=64)] = ""
     """The key with which routers sign the mark in a request's id."""
     drain: Seconds = DEFAULT_DRAIN
