@@ -85,7 +85,7 @@ def test_launched_by_the_switch_it_shows_the_remote_hit(
 
     # The page updates by itself.
     browser.wait_text("#from-remote", f"{whole * CHUNK:,}")
-    browser.wait_text("#reused", "%")
+    browser.wait_text("#shared", "%")
     link = browser.text("#links tbody")
     assert any(link.startswith(f"{donor} {consumer} ") for donor, consumer in (names, names[::-1]))
     assert "MiB" in link

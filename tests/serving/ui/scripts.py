@@ -37,19 +37,3 @@ class Scripts:
             text=True,
         )
         return json.loads(done.stdout)
-
-
-def text_of(tree: Any) -> str:
-    """What a reader sees of a view."""
-    if not isinstance(tree, dict):
-        return str(tree)
-    return " ".join(map(text_of, tree["children"]))
-
-
-def find(tree: Any, id: str) -> Any:
-    """The part of a view with this id."""
-    if not isinstance(tree, dict):
-        return None
-    if tree["properties"].get("id") == id:
-        return tree
-    return next(filter(None, (find(child, id) for child in tree["children"])), None)

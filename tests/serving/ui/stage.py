@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse
 from xinference.api.frontend_static import mount_frontend
 
 from tests.serving.supervisors import api_context
-from tests.serving.ui.reports import named_prefix
 from xinference_xavier.serving.ui.routes import add_pages
 
 TOKEN = "good"
@@ -75,7 +74,7 @@ class Stage:
         self.events: list[dict[str, Any]] = []
         self.posted: list[tuple[str, Any]] = []
         self.launch_history: list[dict[str, Any]] = []
-        self.explanation: dict[str, Any] | str = ""  # or an error
+        self.cluster: dict[str, Any] = {"models": {}}
         self.wrong_tokens: list[str] = []  # those that pages sent
         self.needs_token = False
         self.may_read = self.may_change = self.serves = True
@@ -99,7 +98,7 @@ class Stage:
         self._site += 1
         self.posted.clear()
         self.launch_history.clear()
-        self.explanation = ""
+        self.cluster = {"models": {}}
         self.wrong_tokens.clear()
         self.needs_token = self.unavailable = False
         self.may_read = self.may_change = self.serves = True
@@ -203,23 +202,9 @@ class Stage:
                 report["routing"] = {**report.get("routing", {}), "mode": body["routing"]}
             return JSONResponse(report)
 
-        async def explain(model_uid: str, request: Request) -> JSONResponse:
+        async def get_cluster(request: Request) -> JSONResponse:
             self._check_rights(request)
-            self._report(model_uid)
-            if not self.may_change:
-                raise HTTPException(403, "Not enough permissions")
-            self.posted.append((request.url.path, await request.json()))
-            if isinstance(self.explanation, str):
-                raise HTTPException(503, self.explanation)
-            return JSONResponse(self.explanation)
-
-        async def add_prefix(model_uid: str, request: Request) -> JSONResponse:
-            body = await request.json()
-            self.posted.append((request.url.path, body))
-            if len(body.get("prompt", "enough")) < 5:
-                raise HTTPException(400, f"'{body['name']}' has 1 tokens; give a prefix of 128")
-            self.share(self._report(model_uid) | {"prefixes": [named_prefix(body["name"])]})
-            return JSONResponse({}, 201)
+            return JSONResponse(self.cluster)
 
         async def remove_prefix(model_uid: str, name: str) -> JSONResponse:
             self.share(self._report(model_uid) | {"prefixes": []})
@@ -237,10 +222,9 @@ class Stage:
         router.add_api_route("/v1/xavier/{model_uid}/history", get_history, methods=["GET"])
         router.add_api_route("/v1/xavier/{model_uid}", post, methods=["PATCH"])
         router.add_api_route("/v1/xavier/{model_uid}/flush", post, methods=["POST"])
-        router.add_api_route("/v1/xavier/{model_uid}/explain", explain, methods=["POST"])
-        prefixes = "/v1/xavier/{model_uid}/prefixes"
-        router.add_api_route(prefixes, add_prefix, methods=["POST"])
-        router.add_api_route(prefixes + "/{name}", remove_prefix, methods=["DELETE"])
+        router.add_api_route("/v1/cluster/xavier", get_cluster, methods=["GET"])
+        prefix = "/v1/xavier/{model_uid}/prefixes/{name}"
+        router.add_api_route(prefix, remove_prefix, methods=["DELETE"])
 
     def _check_rights(self, request: Request) -> None:
         if not self.serves:

@@ -7,7 +7,6 @@ import pytest
 
 from tests.harness.api import Pair
 from tests.harness.guarded_api import GuardedApi, User
-from tests.harness.replicas import CHUNK_TOKENS, fresh_numbers, make_key
 from tests.serving.ui.browser import Browser
 
 pytestmark = pytest.mark.long
@@ -40,22 +39,13 @@ def test_the_page_has_the_permissions_of_the_account(window: Browser, api: Guard
     window.wait_text("#replicas", "first")
     window.find("#enabled").click()
     window.wait_text("#notice", "models:write")
-    window.find("#explain-text").send_keys("1")
-    window.find("#explain-ask").click()
-    window.wait_text("#explained", "models:read")
 
 
-def test_an_administrator_asks_and_changes(window: Browser, api: GuardedApi, pair: Pair) -> None:
-    (number,) = fresh_numbers(1)
-    pair.first.store([make_key(number)])
+def test_an_administrator_changes(window: Browser, api: GuardedApi) -> None:
     window.open(f"{api.endpoint}/xavier/")
     window.forget()
     sign_in(window, api, api.admin)
     window.open(f"{api.endpoint}/xavier/")
-    window.find("#explain-text").send_keys(str(number))
-    window.find("#explain-chat").click()
-    window.find("#explain-ask").click()
-    window.wait_text("#explained", f"holds 1 of its 1 whole chunks of {CHUNK_TOKENS}")
     window.find("#enabled").click()
     window.wait_text("#hint", "Sharing is switched off")
     window.find("#enabled").click()

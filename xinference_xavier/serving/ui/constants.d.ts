@@ -4,7 +4,7 @@ import type en from "./languages/en.json";
 
 declare global {
   type Words = typeof en;
-  type Language = "en" | "zh" | "zh-TW" | "ja" | "ko";
+  type Language = "en" | "zh";
   type Source = "prefix_cache" | "local_pool" | "disk" | "remote" | "computed";
   type Choice = "local" | "fetch" | "compute" | "backlog" | "prefill";
   type Routing = "auto" | "backlog" | "off";

@@ -1,33 +1,21 @@
-// Texts in the languages of xinference's own pages.
-
-import { LANGUAGES } from "./constants.js";
+// Texts in English and Chinese.
 
 /**
- * The language in which xinference's own pages are, by its setting and, without one, by the
+ * Chinese where xinference's own pages are in Chinese: by its setting and, without one, by the
  * browser's language.
  * @param {string | null} setting
  * @param {string} browser
  * @returns {Language}
  */
 export function languageOf(setting, browser) {
-  if (setting !== null) return isLanguage(setting) ? setting : "en";
-  if (/^zh-(hant|tw|hk|mo)/i.test(browser)) return "zh-TW";
-  return /^zh/i.test(browser) ? "zh" : "en";
+  return /^zh/i.test(setting ?? browser) ? "zh" : "en";
 }
 
 /**
- * @param {string} code
- * @returns {code is Language}
- */
-export function isLanguage(code) {
-  return Object.hasOwn(LANGUAGES, code);
-}
-
-/**
- * The text with the value of each name in braces.
+ * The text with the value of each name in braces, or a dash.
  * @param {string} text
  * @param {Record<string, string | number>} values
  */
 export function fill(text, values) {
-  return text.replaceAll(/\{(\w+)\}/g, (braced, name) => String(values[name] ?? braced));
+  return text.replaceAll(/\{(\w+)\}/g, (_, name) => String(values[name] ?? "–"));
 }

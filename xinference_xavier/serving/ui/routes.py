@@ -110,7 +110,12 @@ POLICY = "; ".join(
     )
 )
 """The page's Content-Security-Policy. xinference's menu links to the page and never frames it."""
-_MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MEDIA_TYPES = {
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 
 
 def add_pages(context: Any) -> None:

@@ -13,7 +13,7 @@ import {
   TRANSPORTS,
   UPSTREAM_OPTIONS,
 } from "../constants.js";
-import { fill, isLanguage } from "../languages.js";
+import { fill, languageOf } from "../languages.js";
 import { launchFormOf, parametersOf, setParameters } from "./form.js";
 
 /**
@@ -371,6 +371,5 @@ function addStyle() {
 
 // Our texts in the language of xinference's page.
 export function words() {
-  const { lang } = document.documentElement;
-  return LANGUAGES[isLanguage(lang) ? lang : "en"].dialog;
+  return LANGUAGES[languageOf(document.documentElement.lang, "")].dialog;
 }

@@ -2,7 +2,7 @@
 
 import { ANSWER_BOUNDS, HIT_SOURCES } from "../constants.js";
 import { fill } from "../languages.js";
-import { language } from "./settings.js";
+import { language, named, reasonOf } from "./settings.js";
 
 const RECENT_REPORTS = 6; // current rates are measured over these
 const RECENT_SECONDS = 300; // "the last 5 minutes" of the words
@@ -89,10 +89,13 @@ export function sum(values) {
   );
 }
 
-/** @param {Hits} hits */
+/**
+ * All tokens, and those that are shared: from anywhere but vLLM's own cache.
+ * @param {Hits} hits
+ */
 export function tokensOf(hits) {
   const all = sum(HIT_SOURCES.map((source) => hits[source]));
-  return { all, reused: all - (hits.computed ?? 0) };
+  return { all, shared: hits.local_pool + hits.disk + hits.remote };
 }
 
 /** @param {Fetches | undefined} fetches */
@@ -108,6 +111,29 @@ export function nameOf(report, incarnation) {
   const id = incarnation.slice(0, 8);
   const replica = report.replicas.find((each) => each.incarnation === incarnation);
   return replica === undefined ? fill(language.words.someoneGone, { id }) : replica.replica || id;
+}
+
+/**
+ * @param {Report | null} report
+ * @param {XavierEvent} event
+ */
+export function sentenceOf(report, event) {
+  const text = language.words;
+  const { donor, reason } = event;
+  const values = {
+    ...event,
+    ...(donor === "" ? { donor: text.ownPool } : {}),
+    ...(reason === undefined ? {} : { reason: reasonOf(`${reason}`) }),
+  };
+  const readable = Object.fromEntries(
+    Object.entries(values).map(([field, value]) => {
+      const isReplica = report?.replicas.some(({ incarnation }) => incarnation === value);
+      return [field, report && isReplica ? nameOf(report, `${value}`) : `${value}`];
+    }),
+  );
+  const state = event.enabled === undefined ? "" : event.enabled ? "_on" : "_off";
+  const sentence = named(event.event + state);
+  return sentence === undefined ? event.event : fill(sentence, readable);
 }
 
 // The latest reports with their times of arrival, in seconds.
@@ -246,8 +272,8 @@ export function recentOf(samples, totals) {
   const hits = bySource((source) =>
     sum(steps.map(({ before, sample }) => increase(sample.hits?.[source], before.hits?.[source]))),
   );
-  const shared = sharedOf(hits);
-  const sharedEver = sharedOf(totals.hits);
+  const { shared } = tokensOf(hits);
+  const { shared: sharedEver } = tokensOf(totals.hits);
   return {
     hits,
     shared,
@@ -260,14 +286,6 @@ export function recentOf(samples, totals) {
       return { requests: sum(counts), median: quantile(counts, 0.5) };
     }),
   };
-}
-
-/**
- * Tokens that came from anywhere but vLLM's own cache.
- * @param {Record<Source, number>} hits
- */
-export function sharedOf(hits) {
-  return hits.local_pool + hits.disk + hits.remote;
 }
 
 /**

@@ -1,252 +1,208 @@
-// Figures over the last hour, with a cursor for mouse, touch and arrow keys.
+// Figures over the last hour, with a cursor for mouse and arrow keys.
 
-import { h } from "./dom.js";
+import uPlot from "../vendor/uPlot.esm.js";
+import { Component, html } from "./html.js";
 import { clock, sum } from "./numbers.js";
 import { language } from "./settings.js";
 
 const HOUR = 3600;
-const TICK = 600; // seconds between labels of the time axis
-const PLOT_HEIGHT = 170;
-const MARGIN = { left: 64, right: 8, top: 8, bottom: 22 };
+const HEIGHT = 180;
+const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power);
 /** @type {Record<string, number>} */
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
 
 /**
- * How series are drawn, and the height that the values of one time reach.
- * @typedef {(value: number) => number} Scale
- * @typedef {{ draw: (rates: Rate[], series: Series[], x: Scale, y: Scale) => Tree[],
- *   height: (values: number[]) => number }} Shape
- */
-/** @type {Shape} */
-const AREAS = { draw: areas, height: sum };
-/** @type {Shape} */
-export const LINES = { draw: lines, height: (values) => Math.max(...values) };
-
-/**
- * `cursors` holds each plot's selected time by name; `changed()` requests a new drawing.
- * @typedef {{ name: string, title: string, help?: string, shape?: Shape, series: Series[],
- *   format: (value: number | null) => string, nice: (value: number) => number, rates: Rate[],
- *   until: number, width: number, cursors: Record<string, number | undefined>,
- *   changed: () => void }} Plot
+ * `stacked`: as areas one above the other; otherwise lines over a logarithmic axis.
+ * @typedef {{ name: string, title: string, help?: string, stacked: boolean, series: Series[],
+ *   format: (value: number | null) => string, binary?: boolean, rates: Rate[], until: number }}
+ *   PlotProps
  */
 
-/** @param {Plot} plot */
-export function plotView(plot) {
-  const { name, title, help, series, format, until } = plot;
-  const text = language.words;
-  const inside = plot.rates.filter(({ time }) => time >= until - HOUR && time <= until);
-  const chosen = nearest(inside, plot.cursors[name]);
-  const shown = chosen ?? inside.at(-1);
-  return h(
-    "figure",
-    { class: "card plot", key: name },
-    h("h2", null, title),
-    help && h("p", { class: "muted small" }, help),
-    shown === undefined
-      ? h("p", { class: "muted" }, text.noSamples)
-      : [
-          drawing(plot, inside, chosen, shown),
-          h(
-            "figcaption",
-            { class: "small" },
-            h(
-              "ul",
-              { class: "legend" },
-              h("li", { class: "muted" }, clock(shown.time)),
-              series.map((key) =>
-                h(
-                  "li",
-                  null,
-                  h("i", { class: key }),
-                  series.length > 1 ? `${text[key]} ` : "",
-                  format(valueAt(shown, key)),
-                ),
-              ),
-            ),
-          ),
-        ],
-  );
-}
+/** @extends {Component<PlotProps, { index: number | null }>} */
+export class Plot extends Component {
+  /** @type {uPlot | null} */
+  drawing = null;
+  /** @type {HTMLElement | null} */
+  room = null;
+  drawn = "";
+  observer = new ResizeObserver(([{ contentRect }]) => {
+    this.drawing?.setSize({ width: contentRect.width, height: HEIGHT });
+  });
 
-/**
- * `shown` is what is read out: the `chosen` time, or the latest.
- * @param {Plot} plot
- * @param {Rate[]} inside
- * @param {Rate | null} chosen
- * @param {Rate} shown
- */
-function drawing(plot, inside, chosen, shown) {
-  const { name, title, shape = AREAS, series, format, nice, until, cursors, changed } = plot;
-  const from = until - HOUR;
-  const heights = inside.map((rate) => shape.height(series.map((key) => valueAt(rate, key) ?? 0)));
-  const most = nice(Math.max(0, ...heights));
-  const across = Math.max(280, plot.width);
-  const right = across - MARGIN.right;
-  const bottom = PLOT_HEIGHT - MARGIN.bottom;
-  /** @type {Scale} */
-  const x = (time) => MARGIN.left + ((right - MARGIN.left) * (time - from)) / HOUR;
-  /** @type {Scale} */
-  const y = (value) => bottom - ((bottom - MARGIN.top) * value) / most;
-  /** @param {number | undefined} time */
-  const seek = (time) => {
-    cursors[name] = time;
-    changed();
-  };
+  /** @param {PlotProps} props */
+  constructor(props) {
+    super(props);
+    this.state = { index: null };
+  }
+
+  componentDidMount() {
+    this.draw();
+    if (this.room !== null) this.observer.observe(this.room);
+  }
+
+  /** @param {PlotProps} before */
+  componentDidUpdate(before) {
+    if (before.rates !== this.props.rates) this.draw();
+  }
+
+  componentWillUnmount() {
+    this.observer.disconnect();
+    this.drawing?.destroy();
+  }
+
+  draw() {
+    const series = this.props.series.join();
+    if (this.drawn !== series && this.room !== null) {
+      this.drawing?.destroy();
+      this.drawing = new uPlot(this.options(this.room.clientWidth), this.data(), this.room);
+      this.drawn = series;
+    } else {
+      this.drawing?.setData(this.data());
+    }
+  }
+
+  /** @returns {uPlot.AlignedData} */
+  data() {
+    const { rates, series, stacked } = this.props;
+    const values = series.map((key, index) =>
+      rates.map((rate) =>
+        stacked ? sum(series.slice(index).map((below) => rate[below])) : (rate[key] ?? null),
+      ),
+    );
+    return [rates.map(({ time }) => time), ...values];
+  }
+
+  /**
+   * @param {number} width
+   * @returns {uPlot.Options}
+   */
+  options(width) {
+    const { series, stacked, binary } = this.props;
+    const common = {
+      stroke: () => colour("muted"),
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: () => colour("border"), width: 1 },
+      ticks: { show: false },
+    };
+    return {
+      width,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { y: false, drag: { x: false, y: false } },
+      scales: {
+        x: { range: () => [this.props.until - HOUR, this.props.until] },
+        y: stacked
+          ? { range: (_, __, most) => [0, most > 0 ? 1.05 * most : 1] }
+          : { distr: 3, log: 10, range: (_, least, most) => decades(least, most) },
+      },
+      axes: [
+        {
+          ...common,
+          space: 80,
+          size: 30,
+          grid: { show: false },
+          values: (_, times) => times.map((time) => clock(time, false)),
+        },
+        {
+          ...common,
+          size: 66,
+          ...(stacked ? {} : { splits: (_, __, least, most) => powers(least, most) }),
+          ...(binary ? { incrs: BINARY } : {}),
+          values: (_, values) => values.map((value) => (value === null ? "" : this.read(value))),
+        },
+      ],
+      series: [
+        {},
+        ...series.map((key) => ({
+          stroke: () => colour(key),
+          width: stacked ? 1 : 2,
+          points: { show: !stacked, size: 4 },
+          ...(stacked ? { fill: () => colour(key) } : {}),
+        })),
+      ],
+      hooks: { setCursor: [({ cursor }) => this.follow(cursor.idx ?? null)] },
+    };
+  }
+
+  /** @param {number} value */
+  read(value) {
+    return this.props.format(value);
+  }
+
+  /** @param {number | null} index */
+  follow(index) {
+    if (index !== this.state.index) this.setState({ index });
+  }
+
   /** @param {KeyboardEvent} event */
-  const step = (event) => {
+  step(event) {
+    const { rates } = this.props;
     const steps = STEPS[event.key];
-    if (event.key === "Escape") seek(undefined);
-    if (steps === undefined) return;
+    if (event.key === "Escape") this.drawing?.setCursor({ left: -10, top: -10 });
+    if (steps === undefined || this.drawing === null) return;
     event.preventDefault();
-    const at = chosen === null ? inside.length : inside.indexOf(chosen);
-    seek(inside[Math.max(0, Math.min(inside.length - 1, at + steps))].time);
-  };
-  /** @param {PointerEvent & { currentTarget: SVGElement }} event */
-  const follow = (event) => {
-    const box = event.currentTarget.getBoundingClientRect();
-    const place = ((event.clientX - box.left) * across) / box.width;
-    seek(from + (HOUR * (place - MARGIN.left)) / (right - MARGIN.left));
-  };
-  return h(
-    "svg",
-    {
-      viewBox: `0 0 ${across} ${PLOT_HEIGHT}`,
-      role: "img",
-      tabindex: 0,
-      id: `plot-${name}`,
-      "aria-label": `${title}. ${readOut(shown, series, format)}. ${language.words.plotHelp}`,
-      onkeydown: step,
-      onpointermove: follow,
-      onpointerdown: follow,
-      onpointerleave: () => seek(undefined),
-    },
-    shape.draw(inside, series, x, y),
-    axes(from, until, most, format, x, y, across),
-    chosen && h("path", { class: "cursor", d: `M${x(chosen.time)} ${MARGIN.top}V${bottom}` }),
-  );
+    const from = this.state.index ?? rates.length;
+    const { time } = rates[Math.max(0, Math.min(rates.length - 1, from + steps))];
+    this.drawing.setCursor({ left: this.drawing.valToPos(time, "x"), top: 0 });
+  }
+
+  render() {
+    const text = language.words;
+    const { name, title, help, series, format, rates } = this.props;
+    const shown = rates[this.state.index ?? rates.length - 1] ?? rates.at(-1);
+    const read = series.map((key) => `${text[key]} ${format(shown?.[key] ?? null)}`).join(", ");
+    const said = shown === undefined ? text.noSamples : `${clock(shown.time)}, ${read}`;
+    return html`<figure class="card plot">
+      <h2>${title}</h2>
+      ${help && html`<p class="muted small">${help}</p>`}
+      <div id=${`plot-${name}`} class="drawing" role="img" tabindex="0"
+        aria-label=${`${title}. ${said}. ${text.plotHelp}`}
+        onKeyDown=${(/** @type {KeyboardEvent} */ event) => this.step(event)}
+        ref=${(/** @type {HTMLElement | null} */ element) => {
+          this.room = element;
+        }}></div>
+      <figcaption class="small">
+        ${
+          shown === undefined
+            ? html`<span class="muted">${text.noSamples}</span>`
+            : html`<ul class="legend">
+                <li class="muted">${clock(shown.time)}</li>
+                ${series.map(
+                  (key) => html`<li>
+                    <i class=${key}></i>
+                    ${series.length > 1 && `${text[key]} `}${format(shown[key] ?? null)}
+                  </li>`,
+                )}
+              </ul>`
+        }
+      </figcaption>
+    </figure>`;
+  }
 }
 
 /**
- * @param {Rate | undefined} rate
- * @param {Series} key
+ * The powers of ten around the values; of hundredths to ones where there are none.
+ * @param {number | null} least
+ * @param {number | null} most
+ * @returns {[number, number]}
  */
-function valueAt(rate, key) {
-  return rate?.[key] ?? null;
-}
-
-/**
- * @param {Rate} rate
- * @param {Series[]} series
- * @param {Plot["format"]} format
- */
-function readOut(rate, series, format) {
-  const text = language.words;
+function decades(least, most) {
   return [
-    clock(rate.time),
-    ...series.map((key) => `${text[key]} ${format(valueAt(rate, key))}`),
-  ].join(", ");
-}
-
-/**
- * Stacked from the bottom up.
- * @type {Shape["draw"]}
- */
-function areas(rates, series, x, y) {
-  let base = rates.map(() => 0);
-  return series.toReversed().map((key) => {
-    const top = rates.map((rate, index) => base[index] + (valueAt(rate, key) ?? 0));
-    /** @param {number[]} heights */
-    const edge = (heights) =>
-      rates.map(({ time }, index) => `${x(time).toFixed(1)} ${y(heights[index]).toFixed(1)}`);
-    const outline = `M${edge(top).join("L")}L${edge(base).toReversed().join("L")}Z`;
-    base = top;
-    // Without a stroke, a single sample would be invisible.
-    return h("path", {
-      d: outline,
-      key,
-      fill: `var(--${key})`,
-      stroke: `var(--${key})`,
-      "stroke-width": 1,
-      "stroke-linejoin": "round",
-    });
-  });
-}
-
-/**
- * A line breaks where a value is missing; one value between two breaks is a dot.
- * @type {Shape["draw"]}
- */
-function lines(rates, series, x, y) {
-  return series.map((key) => {
-    const pieces = rates.map((rate, index) => {
-      const value = valueAt(rate, key);
-      if (value === null) return "";
-      const place = `${x(rate.time).toFixed(1)} ${y(value).toFixed(1)}`;
-      return valueAt(rates[index - 1], key) === null ? `M${place}h0` : `L${place}`;
-    });
-    return h("path", { class: "line", d: pieces.join(""), key, stroke: `var(--${key})` });
-  });
-}
-
-/**
- * @param {number} from
- * @param {number} until
- * @param {number} most
- * @param {Plot["format"]} format
- * @param {Scale} x
- * @param {Scale} y
- * @param {number} across
- */
-function axes(from, until, most, format, x, y, across) {
-  const apart = across < 420 ? 2 * TICK : TICK;
-  const times = [];
-  for (let time = Math.ceil(from / apart) * apart; time <= until; time += apart) times.push(time);
-  return [
-    [0, most / 2, most].map((value) => [
-      h("path", { class: "axis", d: `M${MARGIN.left} ${y(value)}H${across - MARGIN.right}` }),
-      h(
-        "text",
-        { class: "faint", x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" },
-        format(value),
-      ),
-    ]),
-    times
-      .filter((time) => x(time) > MARGIN.left + 12 && x(time) < across - 16)
-      .map((time) =>
-        h(
-          "text",
-          { class: "faint", x: x(time), y: PLOT_HEIGHT - 5, "text-anchor": "middle" },
-          clock(time, false),
-        ),
-      ),
+    10 ** Math.floor(Math.log10(least ?? 0.01)),
+    10 ** Math.ceil(Math.log10(1.01 * (most ?? 1))),
   ];
 }
 
 /**
- * @param {Rate[]} rates
- * @param {number | undefined} time
- * @returns {Rate | null}
+ * @param {number} least
+ * @param {number} most
  */
-function nearest(rates, time) {
-  if (time === undefined || rates.length === 0) return null;
-  return rates.reduce((best, rate) =>
-    Math.abs(rate.time - time) < Math.abs(best.time - time) ? rate : best,
-  );
+function powers(least, most) {
+  const [from, to] = [Math.round(Math.log10(least)), Math.round(Math.log10(most))];
+  return Array.from({ length: to - from + 1 }, (_, index) => 10 ** (from + index));
 }
 
-/**
- * The next 1, 2 or 5 times a power of ten.
- * @param {number} value
- */
-export function niceCeiling(value) {
-  if (!(value > 0)) return 1;
-  const power = 10 ** Math.floor(Math.log10(value));
-  return power * ([1, 2, 5].find((times) => times * power >= value) ?? 10);
-}
-
-/** @param {number} value */
-export function niceBytes(value) {
-  let unit = 1;
-  while (value >= unit * 1024) unit *= 1024;
-  return unit * niceCeiling(value / unit);
+/** @param {string} name */
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 }

@@ -129,21 +129,6 @@ interface XavierEvent {
   [field: string]: string | number | boolean;
 }
 
-interface Terms {
-  backlog: number;
-  fetch: number;
-  compute: number;
-  prefill?: string;
-}
-
-interface Explanation {
-  prompt_tokens: number;
-  chunk_tokens: number;
-  chunks: { from: number; to: number; replicas: ByName<string> }[];
-  reuse: ByName<Pick<Hits, "local_pool" | "disk" | "remote" | "computed">>;
-  routing?: ByName<Terms>;
-}
-
 // Of one donor to one consumer: all bytes, bytes per second now, and rows under way.
 interface Link {
   from: string;
@@ -160,13 +145,3 @@ interface Place {
 
 type Series = Source | "bytes" | "committed" | "rolled_back";
 type Rate = { time: number } & Partial<Record<Series, number | null>>;
-
-// Nodes of the document that are to be drawn.
-type Listener = (event: never) => void;
-type Properties = ByName<string | number | boolean | null | undefined | Listener | ByName<string>>;
-interface Tree {
-  tag: string;
-  properties: Properties;
-  children: (Tree | string)[];
-}
-type Child = Tree | string | number | false | null | undefined | Child[];

@@ -35,3 +35,13 @@ export function named(name) {
     ? language.words[/** @type {keyof Words["page"]} */ (name)]
     : undefined;
 }
+
+/**
+ * Why a fetch failed, in words.
+ * @param {string} reason
+ */
+export function reasonOf(reason) {
+  /** @type {Record<string, string>} */
+  const known = LANGUAGES[language.code].reasons;
+  return Object.hasOwn(known, reason) ? known[reason] : reason;
+}

@@ -5,10 +5,8 @@
 
 import { fill } from "../languages.js";
 import { askJson, Trouble, troubleOf } from "./api.js";
-import { say } from "./dom.js";
-import { Recent } from "./numbers.js";
+import { Recent, sentenceOf } from "./numbers.js";
 import { language } from "./settings.js";
-import { sentenceOf } from "./views.js";
 
 const API = "/v1/xavier";
 const PAUSES = [1, 2, 5]; // seconds before the next try; the last one repeats
@@ -18,10 +16,11 @@ const MAX_EVENTS = 100;
 
 /**
  * `models` are the reports of all models that share, null before the first answer; `lost` is the
- * model that was shown and has ended.
+ * model that was shown or is wanted and is not there; `differing` are the settings in which replicas
+ * of several namespaces differ.
  * @type {{ models: Report[] | null, recent: Recent, samples: Sample[], events: XavierEvent[],
  *   live: boolean, trouble: Trouble | null, retryIn: number, lost: string | null,
- *   notice: string | null }}
+ *   notice: string | null, differing: { namespaces: string, fields: string[] } }}
  */
 export const state = {
   models: null,
@@ -33,6 +32,7 @@ export const state = {
   retryIn: 0, // seconds
   lost: null,
   notice: null,
+  differing: { namespaces: "", fields: [] },
 };
 let interval = 10; // seconds between two samples
 let ahead = 0; // seconds by which the server's clock is ahead
@@ -73,10 +73,13 @@ export function uidOf(report) {
   return report?.model_uid ?? null;
 }
 
+function wanted() {
+  return decodeURIComponent(location.hash.slice(1));
+}
+
 export function chosen() {
-  const wanted = decodeURIComponent(location.hash.slice(1));
   const uids = (state.models ?? []).map(uidOf);
-  return uids.includes(wanted) ? wanted : (uids[0] ?? null);
+  return uids.includes(wanted()) ? wanted() : (uids[0] ?? null);
 }
 
 /** @param {string | null} uid */
@@ -131,8 +134,9 @@ async function feed() {
       const before = uidOf(state.recent.report);
       const uid = chosen();
       if (isHere(state.lost)) state.lost = null;
+      const missing = [wanted(), before].find((each) => each && !isHere(each));
+      state.lost = missing ?? state.lost;
       if (before !== null && uid !== before) {
-        if (!isHere(before)) state.lost = before;
         Object.assign(state, { recent: new Recent(), samples: [], events: [] });
       }
       show();
@@ -178,12 +182,33 @@ async function follow(uid, signal, heard) {
       if (newest) say(sentenceOf(report, newest));
       after = news.last;
       show();
+      await compareNamespaces(report);
       await pause(signal);
     }
   } catch (error) {
     // Absent: the model has just ended; the next list will not have it.
     if (troubleOf(error).kind !== "absent") throw error;
   }
+}
+
+/**
+ * Asks once for what `doctor` knows of the replicas, if they are apart.
+ * @param {Report} report
+ */
+async function compareNamespaces({ model_uid: uid, replicas }) {
+  const namespaces = [...new Set(replicas.map(({ namespace }) => namespace))].sort().join();
+  if (!namespaces.includes(",") || namespaces === state.differing.namespaces) return;
+  state.differing = { namespaces, fields: [] };
+  // Without an answer, the page names `doctor` instead.
+  const { models } = await askJson("/v1/cluster/xavier").catch(() => ({ models: {} }));
+  /** @type {Record<string, unknown>[]} */
+  const settings = Object.values(models[uid]?.self_checks ?? {}).map(
+    (check) => check.fingerprint_fields ?? {},
+  );
+  const names = [...new Set(settings.flatMap(Object.keys))];
+  const values = (/** @type {string} */ name) => new Set(settings.map((each) => `${each[name]}`));
+  state.differing.fields = names.filter((name) => values(name).size > 1);
+  show();
 }
 
 /**
@@ -215,14 +240,23 @@ export function choose() {
 }
 
 /**
+ * Makes screen readers say the sentence.
+ * @param {string} sentence
+ */
+function say(sentence) {
+  const said = document.getElementById("said");
+  if (said !== null) said.textContent = sentence;
+}
+
+/**
  * `what` is a part of the model, such as "/flush"; without one, its settings change.
  * @param {string} what
- * @param {unknown} body
+ * @param {import("./api.js").Options} how
  * @param {string | null} done
  */
-export async function change(what, body, done) {
+export async function change(what, how, done) {
   try {
-    await askJson(pathOf(chosen(), what), { method: what ? "POST" : "PATCH", body });
+    await askJson(pathOf(chosen(), what), how);
     state.notice = done;
   } catch (error) {
     const text = language.words;

@@ -1,9 +1,9 @@
-// The parts of the page, each drawn from the state alone.
+// What a model's report says, part by part.
 
-import { HIT_SOURCES } from "../constants.js";
+import { CHOICES, HIT_SOURCES, ROUTINGS } from "../constants.js";
 import { fill } from "../languages.js";
-import { h } from "./dom.js";
-import { graphView } from "./graph.js";
+import { Graph, MAX_DRAWN } from "./graph.js";
+import { html } from "./html.js";
 import {
   brief,
   bytes,
@@ -15,17 +15,18 @@ import {
   nameOf,
   percent,
   perMinute,
+  quantile,
   ratesOf,
   recentOf,
   rolledBack,
-  sharedOf,
+  sentenceOf,
   sum,
   tokensOf,
 } from "./numbers.js";
-import { LINES, niceBytes, niceCeiling, plotView } from "./plots.js";
-import { language, named } from "./settings.js";
-
-/** @typedef {import("./plots.js").Plot} Plot */
+import { Card, note, SplitBar, Table, Tile } from "./parts.js";
+import { Plot } from "./plots.js";
+import { language, named, reasonOf } from "./settings.js";
+import { change } from "./state.js";
 
 /**
  * Where tokens may come from: the disk only if a replica has one.
@@ -37,317 +38,298 @@ function sourcesOf({ replicas, totals }) {
 }
 
 /**
- * @param {Hits} hits
- * @param {boolean} thin
- */
-function splitBar(hits, thin) {
-  const { all } = tokensOf(hits);
-  const text = language.words;
-  return h(
-    "div",
-    {
-      class: thin ? "split thin" : "split",
-      role: "img",
-      "aria-label": HIT_SOURCES.map((key) => `${text[key]} ${percent(hits[key], all)}`).join(", "),
-    },
-    all > 0 &&
-      HIT_SOURCES.map((key) =>
-        h("span", { class: key, style: widthOf(hits[key], all), title: text[key] }),
-      ),
-  );
-}
-
-/**
- * @param {number} part
- * @param {number} all
- */
-export function widthOf(part, all) {
-  return { width: `${((100 * part) / all).toFixed(2)}%` };
-}
-
-/**
- * @param {string} id
- * @param {string} title
- * @param {string} big
- * @param {string} small
- */
-function tile(id, title, big, small) {
-  return h(
-    "section",
-    { class: "card tile" },
-    h("h2", { class: "muted small" }, title),
-    h("p", { class: "big", id }, big),
-    h("p", { class: "muted small" }, small),
-  );
-}
-
-/**
  * Whether sharing helps now.
- * @param {Report} report
- * @param {Sample[]} samples
+ * @param {{ report: Report, samples: Sample[] }} props
  */
-export function recentView(report, samples) {
+export function Recent({ report, samples }) {
   const text = language.words;
   const recent = recentOf(samples, report.totals);
-  return h(
-    "section",
-    { class: "stack", id: "recent" },
-    h(
-      "div",
-      { class: "head" },
-      h("h2", null, text.helping),
-      h("span", { class: "muted" }, text.recent),
-    ),
-    recent === null
-      ? h("p", { class: "muted" }, text.noSamples)
-      : recentTiles(recent, sourcesOf(report)),
-  );
-}
-
-/**
- * @param {NonNullable<ReturnType<typeof recentOf>>} recent
- * @param {Source[]} sources
- */
-function recentTiles({ hits, shared, rate, saved, waits }, sources) {
-  const text = language.words;
-  const { all } = tokensOf(hits);
-  const share = percent(shared, all);
-  const helps = shared > 0 ? fill(text.helps, { percent: share }) : text.helpsNot;
-  const rows = sources.map((source) =>
-    row(text[source], cell(brief(waits[source].median)), cell(count(waits[source].requests))),
-  );
-  return [
-    h("p", { id: "helps" }, all > 0 ? helps : text.helpsNobody),
-    h(
-      "div",
-      { class: "tiles" },
-      tile(
-        "shared-now",
-        text.sharedNow,
-        fill(text.perSecond, { count: count(rate) }),
-        fill(text.ofPrompt, { percent: share }),
-      ),
-      tile(
-        "saved-now",
-        text.savedNow,
-        saved === null ? "–" : brief(saved),
-        saved === null ? text.notMeasured : fill(text.byTokens, { count: count(shared) }),
-      ),
-      h(
-        "section",
-        { class: "card" },
-        h("h2", { class: "muted small" }, text.firstTokenNow),
-        table("waits-now", [[text.source], [text.median, true], [text.requests, true]], rows),
-      ),
-    ),
-  ];
+  const share = recent === null ? "" : percent(recent.shared, tokensOf(recent.hits).all);
+  return html`<section class="stack" id="recent">
+    <div class="head"><h2>${text.helping}</h2><span class="muted">${text.recent}</span></div>
+    <p id="helps">${recent === null ? text.noSamples : answer(report, recent, share)}</p>
+    ${
+      recent !== null &&
+      html`<div class="tiles apart">
+        <${Tile} id="shared-now" title=${text.sharedNow}
+          big=${fill(text.perSecond, { count: count(recent.rate) })}
+          small=${fill(text.ofPrompt, { percent: share })} />
+        <${Tile} id="saved-now" title=${text.savedNow}
+          big=${recent.saved === null ? "–" : brief(recent.saved)}
+          small=${
+            recent.saved === null
+              ? text.notMeasured
+              : fill(text.byTokens, { count: count(recent.shared) })
+          } />
+        <section class="card wider">
+          <h2 class="muted small">${text.firstTokenNow}</h2>
+          <${Table} id="waits-now" items=${sourcesOf(report)} columns=${[
+            { title: text.source, cell: (/** @type {Source} */ key) => text[key] },
+            {
+              title: text.median,
+              cell: (/** @type {Source} */ key) => brief(recent.waits[key].median),
+            },
+            {
+              title: text.requests,
+              cell: (/** @type {Source} */ key) => count(recent.waits[key].requests),
+            },
+          ]} />
+        </section>
+      </div>`
+    }
+  </section>`;
 }
 
 /**
  * @param {Report} report
- * @param {Link[]} links
+ * @param {NonNullable<ReturnType<typeof recentOf>>} recent
+ * @param {string} share
  */
-export function tilesView(report, links) {
+function answer({ enabled }, { hits, shared }, share) {
+  const text = language.words;
+  if (tokensOf(hits).all === 0) return text.helpsNobody;
+  if (shared === 0) return text.helpsNot;
+  return fill(enabled ? text.helps : text.helped, { percent: share });
+}
+
+/** @param {{ report: Report, links: Link[] }} props */
+export function Totals({ report, links }) {
   const text = language.words;
   const { hits, bytes_received: received, fetches, seconds_saved: seconds } = report.totals;
-  const { all, reused } = tokensOf(hits);
+  const { all, shared } = tokensOf(hits);
   const rate = bytesPerSecond(sum(links.map((link) => link.rate)));
-  return h(
-    "section",
-    { class: "stack" },
-    h("h2", null, text.sinceStart),
-    h(
-      "div",
-      { class: "tiles" },
-      tile(
-        "reused",
-        text.reused,
-        percent(reused, all),
-        fill(text.ofTokens, { part: count(reused), all: count(all) }),
-      ),
-      tile(
-        "from-remote",
-        text.fromPeers,
-        count(hits.remote),
-        fill(text.ofPrompt, { percent: percent(hits.remote, all) }),
-      ),
-      tile(
-        "saved",
-        text.saved,
-        count(sharedOf(hits)),
-        seconds > 0 ? fill(text.savedSeconds, { time: duration(seconds) }) : text.notMeasured,
-      ),
-      tile("received", text.received, bytes(received), fill(text.now, { rate })),
-      tile(
-        "fetches",
-        text.fetches,
-        count(fetches.committed),
-        fill(text.rolledBackCount, { count: count(rolledBack(fetches)) }),
-      ),
-    ),
-  );
+  const saved = seconds > 0 ? fill(text.byTokens, { count: count(shared) }) : text.notMeasured;
+  return html`<section class="stack">
+    <h2>${text.sinceStart}</h2>
+    <div class="tiles">
+      <${Tile} id="shared" title=${text.shared} big=${percent(shared, all)}
+        small=${fill(text.ofTokens, { part: count(shared), all: count(all) })} />
+      <${Tile} id="saved" title=${text.savedNow}
+        big=${seconds > 0 ? duration(seconds) : "–"} small=${saved} />
+      <${Tile} id="from-remote" title=${text.fromPeers} big=${count(hits.remote)}
+        small=${fill(text.ofPrompt, { percent: percent(hits.remote, all) })} />
+      <${Tile} id="received" title=${text.received} big=${bytes(received)}
+        small=${fill(text.now, { rate })} />
+      <${Tile} id="fetches" title=${text.fetches} big=${count(fetches.committed)}
+        small=${fill(text.rolledBackCount, { count: count(rolledBack(fetches)) })} />
+    </div>
+    <${Card} id="sources" title=${text.sources}>
+      <${SplitBar} hits=${hits} />
+      ${
+        all === 0
+          ? html`<p class="muted small">${text.noTokens}</p>`
+          : html`<ul class="legend small">${sourcesOf(report).map(
+              (key) => html`<li>
+                <i class=${key}></i>${text[key]} ${percent(hits[key], all)} (${count(hits[key])})
+              </li>`,
+            )}</ul>`
+      }
+    </${Card}>
+  </section>`;
 }
 
-/** @param {Report} report */
-export function sourcesView(report) {
+/** @param {Sample[]} samples */
+function untilOf(samples) {
+  return samples.at(-1)?.time ?? Date.now() / 1000;
+}
+
+/** @param {{ report: Report, samples: Sample[] }} props */
+export function FirstTokens({ report, samples }) {
   const text = language.words;
-  const { hits } = report.totals;
-  const { all } = tokensOf(hits);
-  const legend = sourcesOf(report).map((key) =>
-    h(
-      "li",
-      null,
-      h("i", { class: key }),
-      `${text[key]} ${percent(hits[key], all)} (${count(hits[key])})`,
-    ),
-  );
-  return h(
-    "section",
-    { class: "card", id: "sources" },
-    h("h2", null, text.sources),
-    splitBar(hits, false),
-    all === 0
-      ? h("p", { class: "muted small" }, text.noTokens)
-      : h("ul", { class: "legend small" }, legend),
-  );
+  return html`<${Plot} name="first-tokens" title=${text.firstTokens} help=${text.firstTokensHelp}
+    stacked=${false} series=${sourcesOf(report)} format=${brief}
+    rates=${firstTokensOf(samples)} until=${untilOf(samples)} />`;
 }
 
-/**
- * @param {Report} report
- * @param {Link[]} links
- * @param {number} width
- */
-export function graphCard(report, links, width) {
-  return h(
-    "section",
-    { class: "card" },
-    h("h2", null, language.words.graph),
-    h("div", { class: "graph", "data-measure": "graph" }, graphView(report, links, width)),
-  );
-}
-
-/**
- * A heading with `true` is that of numbers.
- * @param {string} id
- * @param {[string, boolean?][]} headings
- * @param {Child} rows
- */
-export function table(id, headings, rows) {
-  const titles = headings.map(([title, numeric]) =>
-    h("th", { scope: "col", class: numeric ? "number" : null }, title),
-  );
-  return h(
-    "div",
-    { class: "wide", tabindex: 0 },
-    h("table", { id }, h("thead", null, h("tr", null, titles)), h("tbody", null, rows)),
-  );
-}
-
-/**
- * @param {Child} title
- * @param {Child[]} cells
- */
-export function row(title, ...cells) {
-  return h("tr", null, h("th", { scope: "row" }, title), cells);
-}
-
-/**
- * @param {Child} value
- * @param {boolean} numeric
- */
-export function cell(value, numeric = true) {
-  return h("td", { class: numeric ? "number" : null }, value);
-}
-
-/** @param {Child} content */
-export function note(content) {
-  return h("div", { class: "muted small" }, content);
-}
-
-/**
- * @param {Report} report
- * @param {Link[]} links
- */
-export function linksView(report, links) {
+/** @param {{ report: Report, samples: Sample[] }} props */
+export function Hour({ report, samples }) {
   const text = language.words;
-  const rows = links.map((link) =>
-    row(
-      nameOf(report, link.from),
-      cell(nameOf(report, link.to), false),
-      cell(bytes(link.bytes)),
-      cell(bytesPerSecond(link.rate)),
-      cell(count(link.rows)),
-    ),
-  );
-  return h(
-    "section",
-    { class: "card" },
-    h("h2", null, text.links),
-    links.length === 0
-      ? h("p", { class: "muted" }, text.noLinks)
-      : table(
-          "links",
-          [[text.from], [text.to], [text.bytes, true], [text.rate, true], [text.inFlight, true]],
-          rows,
-        ),
-  );
+  const until = untilOf(samples);
+  const rates = ratesOf(samples);
+  const number = (/** @type {number | null} */ value) => count(value ?? 0);
+  return html`<section aria-label=${text.hour} class="columns">
+    <h2 class="unseen">${text.hour}</h2>
+    <${Plot} name="tokens" title=${text.tokensPlot} stacked series=${sourcesOf(report)}
+      format=${number} rates=${rates} until=${until} />
+    <${Plot} name="bytes" title=${text.bytesPlot} stacked series=${["bytes"]}
+      format=${bytes} binary rates=${rates} until=${until} />
+    <${Plot} name="fetches" title=${text.fetchPlot} stacked series=${["committed", "rolled_back"]}
+      format=${number} rates=${perMinute(samples)} until=${until} />
+  </section>`;
 }
 
-/** @param {Report} report */
-export function replicasView(report) {
+/** @param {{ report: Report, links: Link[] }} props */
+export function Links({ report, links }) {
   const text = language.words;
-  const groups = [...new Set(report.replicas.map((replica) => replica.namespace))];
-  const headings = /** @type {[string, boolean?][]} */ ([
-    [text.replica],
-    [text.pool],
-    [text.offered, true],
-    [text.requests, true],
-    [text.reusedShare],
-    [text.speed, true],
-    [text.transport],
-  ]);
-  return h(
-    "section",
-    { class: "card" },
-    h("h2", null, text.replicas),
-    table(
-      "replicas",
-      headings,
-      report.replicas.map((replica) => replicaRow(report, replica, groups)),
-    ),
+  const { fetches } = report.totals;
+  const name = (/** @type {string} */ incarnation) => nameOf(report, incarnation);
+  const busiest = links.toSorted((one, other) => other.rate - one.rate || other.bytes - one.bytes);
+  const outcomes = [
+    { title: text.committed, times: fetches.committed },
+    ...Object.entries(fetches.rolled_back)
+      .sort(([, one], [, other]) => other - one)
+      .map(([why, times]) => ({ title: fill(text.reason, { why: reasonOf(why) }), times })),
+  ];
+  /** @typedef {typeof outcomes[number]} Outcome */
+  const { length } = report.replicas;
+  return html`<div class="columns">
+    ${
+      length > 0 &&
+      length <= MAX_DRAWN &&
+      html`<${Card} title=${text.graph} look="drawn"><${Graph} report=${report} links=${links} /></${Card}>`
+    }
+    <div class="stack">
+      <${Card} title=${text.links}>
+        ${
+          links.length === 0
+            ? html`<p class="muted">${text.noLinks}</p>`
+            : html`<${Table} id="links" items=${busiest} columns=${[
+                {
+                  title: text.from,
+                  value: (/** @type {Link} */ link) => `${name(link.from)} ${name(link.to)}`,
+                  cell: (/** @type {Link} */ link) => name(link.from),
+                },
+                {
+                  title: text.to,
+                  plain: true,
+                  value: (/** @type {Link} */ link) => name(link.to),
+                  cell: (/** @type {Link} */ link) => name(link.to),
+                },
+                {
+                  title: text.bytes,
+                  value: (/** @type {Link} */ link) => link.bytes,
+                  cell: (/** @type {Link} */ link) => bytes(link.bytes),
+                },
+                {
+                  title: text.rate,
+                  value: (/** @type {Link} */ link) => link.rate,
+                  cell: (/** @type {Link} */ link) => bytesPerSecond(link.rate),
+                },
+                {
+                  title: text.inFlight,
+                  value: (/** @type {Link} */ link) => link.rows,
+                  cell: (/** @type {Link} */ link) => count(link.rows),
+                },
+              ]} />`
+        }
+      </${Card}>
+      <${Card} title=${text.outcomes}>
+        <${Table} id="outcomes" items=${outcomes} columns=${[
+          { title: text.outcome, cell: (/** @type {Outcome} */ { title }) => title },
+          { title: text.count, cell: (/** @type {Outcome} */ { times }) => count(times) },
+        ]} />
+      </${Card}>
+    </div>
+  </div>`;
+}
+
+/** @param {{ report: Report }} props */
+export function Replicas({ report }) {
+  const text = language.words;
+  const groups = [...new Set(report.replicas.map(({ namespace }) => namespace))];
+  const loads = report.routing?.loads ?? {};
+  const load = (/** @type {Replica} */ { replica }) => loads[replica];
+  const name = (/** @type {Replica} */ { incarnation }) => nameOf(report, incarnation);
+  const share = (/** @type {Replica} */ { hits }) =>
+    tokensOf(hits).all > 0 ? tokensOf(hits).shared / tokensOf(hits).all : 0;
+  const worstFirst = report.replicas.toSorted(
+    (one, other) =>
+      worry(other) - worry(one) || name(one).localeCompare(name(other), "en", { numeric: true }),
   );
+  return html`<${Card} title=${text.replicas}>
+    <${Table} id="replicas" items=${worstFirst} columns=${[
+      {
+        title: text.replica,
+        value: name,
+        cell: (/** @type {Replica} */ replica) => [
+          name(replica),
+          groups.length > 1 &&
+            ` · ${fill(text.namespace, { number: groups.indexOf(replica.namespace) + 1 })}`,
+          ...notesOf(replica, load(replica)).map(note),
+        ],
+      },
+      {
+        title: text.pool,
+        plain: true,
+        value: (/** @type {Replica} */ { pool }) => pool.ready + pool.filling,
+        cell: poolText,
+      },
+      {
+        title: text.offered,
+        value: (/** @type {Replica} */ { holdings }) => holdings ?? 0,
+        cell: (/** @type {Replica} */ { holdings }) => count(holdings ?? 0),
+      },
+      {
+        title: text.requests,
+        value: (/** @type {Replica} */ { requests }) => requests,
+        cell: (/** @type {Replica} */ { requests }) => count(requests),
+      },
+      {
+        title: text.requestsNow,
+        value: (/** @type {Replica} */ replica) => load(replica)?.requests ?? -1,
+        cell: (/** @type {Replica} */ replica) => {
+          const found = load(replica);
+          return found === undefined ? "–" : count(found.requests);
+        },
+      },
+      {
+        title: text.backlogNow,
+        value: (/** @type {Replica} */ replica) => load(replica)?.backlog_s ?? -1,
+        cell: (/** @type {Replica} */ replica) => brief(load(replica)?.backlog_s ?? null),
+      },
+      {
+        title: text.sharedShare,
+        plain: true,
+        value: share,
+        cell: (/** @type {Replica} */ replica) => [
+          percent(share(replica), 1),
+          html`<${SplitBar} hits=${replica.hits} thin />`,
+        ],
+      },
+      {
+        title: text.speed,
+        value: (/** @type {Replica} */ { prefill_tokens_per_s: speed }) => speed ?? 0,
+        cell: (/** @type {Replica} */ { prefill_tokens_per_s: speed }) =>
+          speed ? fill(text.perSecond, { count: count(Math.round(speed)) }) : "–",
+      },
+      {
+        title: text.transport,
+        plain: true,
+        cell: (/** @type {Replica} */ { transport }) =>
+          transport === null ? "–" : (named(`transport_${transport}`) ?? transport),
+      },
+    ]} />
+  </${Card}>`;
 }
 
 /**
- * @param {Report} report
+ * How much a replica needs a look: wrong rows, then none, then none from some.
  * @param {Replica} replica
- * @param {string[]} groups
  */
-function replicaRow(report, replica, groups) {
+function worry({ comparison, stale, fetch_decisions: decisions, draining }) {
+  if (comparison.failed_audits > 0) return 4;
+  if (comparison.differing > 0) return 3;
+  if (stale || draining) return 2;
+  return Object.keys(decisions.left_out).length > 0 ? 1 : 0;
+}
+
+/**
+ * @param {Replica} replica
+ * @param {Load | undefined} load
+ */
+function notesOf(replica, load) {
   const text = language.words;
-  const { all, reused } = tokensOf(replica.hits);
-  const speed = replica.prefill_tokens_per_s ?? 0;
-  const group = fill(text.namespace, { number: groups.indexOf(replica.namespace) + 1 });
   const names = replica.from_environment.map((name) => `xavier_${name}`).join(", ");
-  const left = report.routing?.loads?.[replica.replica]?.requests ?? "?";
-  return row(
-    [
-      nameOf(report, replica.incarnation),
-      groups.length > 1 && ` · ${group}`,
-      h("div", { class: "muted small", title: text.address }, replica.address),
-      replica.vllm &&
-        note(`vLLM ${replica.vllm}${replica.vllm_untested ? ` (${text.untested})` : ""}`),
-      names !== "" && note(fill(text.fromEnvironment, { names })),
-      replica.draining && note(fill(text.draining, { requests: left })),
-      replica.stale && note(text.stale),
-    ],
-    cell(poolText(replica), false),
-    cell(count(replica.holdings ?? 0)),
-    cell(count(replica.requests)),
-    cell([percent(reused, all), splitBar(replica.hits, true)], false),
-    cell(speed > 0 ? fill(text.perSecond, { count: count(Math.round(speed)) }) : "–"),
-    cell(replica.transport ?? "–", false),
-  );
+  const vllm = `vLLM ${replica.vllm}${replica.vllm_untested ? ` (${text.untested})` : ""}`;
+  return [
+    replica.address,
+    replica.vllm && vllm,
+    named(`role_${load?.role}`),
+    load?.accepts === false && text.atLimit,
+    names !== "" && fill(text.fromEnvironment, { names }),
+    replica.draining && fill(text.draining, { requests: load?.requests ?? "?" }),
+    replica.stale && text.stale,
+  ].filter(Boolean);
 }
 
 /** @param {Replica} replica */
@@ -379,152 +361,177 @@ function diskText(disk, rowBytes) {
   return fill(text.diskOf, { used, all: bytes(disk.limit_bytes) });
 }
 
-/** @param {Report} report */
-export function outcomesView(report) {
+/** @param {{ report: Report }} props */
+export function Routing({ report }) {
   const text = language.words;
-  const { fetches } = report.totals;
-  const reasons = Object.entries(fetches.rolled_back).sort(([, one], [, other]) => other - one);
-  return h(
-    "section",
-    { class: "card" },
-    h("h2", null, text.outcomes),
-    table(
-      "outcomes",
-      [[text.outcome], [text.count, true]],
-      [
-        row(text.committed, cell(count(fetches.committed))),
-        ...reasons.map(([why, times]) => row(fill(text.reason, { why }), cell(count(times)))),
-      ],
-    ),
-  );
+  const routing = report.routing ?? {};
+  const { choices = {}, first_bytes: firstBytes = {}, mode = "" } = routing;
+  const isKnown = mode === "off" || Object.keys(routing.loads ?? {}).length > 0;
+  const all = sum(Object.values(choices));
+  const facts = factsOf(routing);
+  const timed = CHOICES.filter((reason) => firstBytes[reason] !== undefined);
+  /** @param {Histogram} histogram */
+  const three = ({ counts }) =>
+    [0.5, 0.9, 0.99].map((share) => brief(quantile(counts, share))).join(" · ");
+  const why = (/** @type {Choice} */ reason) => text[`choice_${reason}`];
+  return html`<section class="card stack" id="routing">
+    <div class="head">
+      <h2>${text.routing}</h2>
+      <div class="right choice" role="group" aria-label=${text.routingMode}>
+        ${ROUTINGS.map(
+          (each) => html`<button type="button" id=${`routing-${each}`}
+            aria-pressed=${String(each === mode)}
+            onClick=${() => change("", { method: "PATCH", body: { routing: each } }, null)}>
+            ${text[`mode_${each}`]}
+          </button>`,
+        )}
+      </div>
+    </div>
+    <p class="muted small">${text[`how_${isKnown ? mode : ""}`]}</p>
+    <div class="columns">
+      <div><${Table} id="choices" items=${CHOICES} columns=${[
+        { title: text.why, cell: why },
+        {
+          title: text.share,
+          cell: (/** @type {Choice} */ reason) =>
+            all > 0 ? percent(choices[reason] ?? 0, all) : "–",
+        },
+        {
+          title: text.requests,
+          cell: (/** @type {Choice} */ reason) => count(choices[reason] ?? 0),
+        },
+      ]} /></div>
+      <div><${Table} id="routing-facts" items=${facts} columns=${[
+        { title: text.queue, cell: (/** @type {string[]} */ [name]) => name },
+        { title: text.requests, cell: (/** @type {string[]} */ [, value]) => value },
+      ]} /></div>
+    </div>
+    ${
+      timed.length > 0 &&
+      html`<h3>${text.firstByte}</h3>
+        <${Table} id="first-bytes" items=${timed} columns=${[
+          { title: text.why, cell: why },
+          {
+            title: text.requests,
+            cell: (/** @type {Choice} */ reason) => count(sum(firstBytes[reason].actual.counts)),
+          },
+          {
+            title: text.forecast,
+            cell: (/** @type {Choice} */ reason) => three(firstBytes[reason].predicted),
+          },
+          {
+            title: text.happened,
+            cell: (/** @type {Choice} */ reason) => three(firstBytes[reason].actual),
+          },
+          {
+            title: text.forecastError,
+            cell: (/** @type {Choice} */ reason) => three(firstBytes[reason].error),
+          },
+        ]} />
+        <p class="muted small">${text.firstByteHelp}</p>`
+    }
+  </section>`;
 }
 
-/** @param {Sample[]} samples */
-function untilOf(samples) {
-  return samples.at(-1)?.time ?? Date.now() / 1000;
-}
-
-/**
- * @param {Report} report
- * @param {Sample[]} samples
- * @param {number} width
- * @param {Plot["cursors"]} cursors
- * @param {() => void} changed
- */
-export function firstTokensView(report, samples, width, cursors, changed) {
+/** @param {RoutingReport} routing */
+function factsOf(routing) {
   const text = language.words;
-  return h(
-    "div",
-    { "data-measure": "firstTokens" },
-    plotView({
-      name: "first-tokens",
-      title: text.firstTokens,
-      help: text.firstTokensHelp,
-      shape: LINES,
-      series: sourcesOf(report),
-      format: brief,
-      nice: niceCeiling,
-      rates: firstTokensOf(samples),
-      until: untilOf(samples),
-      width,
-      cursors,
-      changed,
-    }),
-  );
+  const { waiting = 0, waited = 0, waited_s: seconds = 0 } = routing;
+  const { refused = 0, moved = 0, unrouted = 0, failed_prefills: failed = 0 } = routing;
+  const waits = { requests: count(waited), time: brief(seconds / waited) };
+  return [
+    [text.waitingNow, count(waiting)],
+    [text.waited, waited > 0 ? fill(text.onAverage, waits) : "0"],
+    [text.refused, count(refused)],
+    [text.moved, count(moved)],
+    [text.failedPrefills, count(failed)],
+    [text.unrouted, count(unrouted)],
+  ];
 }
 
 /**
- * @param {Report} report
- * @param {Sample[]} samples
- * @param {number} width
- * @param {Plot["cursors"]} cursors
- * @param {() => void} changed
+ * The named prefixes that belong to no tenant: whether they are there, and until when.
+ * @param {{ report: Report }} props
  */
-export function plotsView(report, samples, width, cursors, changed) {
+export function Prefixes({ report }) {
   const text = language.words;
-  const common = {
-    rates: ratesOf(samples),
-    nice: niceCeiling,
-    until: untilOf(samples),
-    format: (/** @type {number | null} */ value) => count(value ?? 0),
-    width,
-    cursors,
-    changed,
-  };
-  return h(
-    "section",
-    { "aria-label": text.hour },
-    h("h2", { class: "unseen" }, text.hour),
-    h(
-      "div",
-      { class: "columns narrow", "data-measure": "plots" },
-      plotView({ ...common, name: "tokens", title: text.tokensPlot, series: sourcesOf(report) }),
-      plotView({
-        ...common,
-        name: "bytes",
-        title: text.bytesPlot,
-        series: ["bytes"],
-        format: bytes,
-        nice: niceBytes,
-      }),
-      plotView({
-        ...common,
-        name: "fetches",
-        title: text.fetchPlot,
-        rates: perMinute(samples),
-        series: ["committed", "rolled_back"],
-      }),
-    ),
+  const { prefixes = [], prefix_states: states = {} } = report;
+  const hidden = sum(Object.values(states)) - prefixes.length;
+  const held = (/** @type {Prefix} */ { replicas }) =>
+    Math.max(0, ...Object.values(replicas).map((copy) => copy.held));
+  const remove = (/** @type {string} */ name) =>
+    change(`/prefixes/${encodeURIComponent(name)}`, { method: "DELETE" }, null);
+  return (
+    (prefixes.length > 0 || hidden > 0) &&
+    html`<${Card} id="prefixes" title=${text.prefixes} help=${text.prefixesHelp}>
+      ${
+        prefixes.length > 0 &&
+        html`<${Table} id="prefix-list" items=${prefixes} columns=${[
+          {
+            title: text.name,
+            value: (/** @type {Prefix} */ { name }) => name,
+            cell: (/** @type {Prefix} */ { name }) => name,
+          },
+          {
+            title: text.state,
+            plain: true,
+            value: (/** @type {Prefix} */ { state }) => state,
+            cell: (/** @type {Prefix} */ { state, reason }) => [
+              named(`prefix_${state}`) ?? state,
+              reason !== "" && note(reason),
+            ],
+          },
+          {
+            title: text.tokens,
+            value: (/** @type {Prefix} */ { tokens }) => tokens,
+            cell: (/** @type {Prefix} */ { tokens }) => (tokens > 0 ? count(tokens) : "–"),
+          },
+          {
+            title: text.chunksHeld,
+            cell: (/** @type {Prefix} */ prefix) =>
+              `${count(held(prefix))} / ${count(prefix.chunks)}`,
+          },
+          {
+            title: text.keptAt,
+            plain: true,
+            cell: (/** @type {Prefix} */ { replicas, retention }) => [
+              Object.keys(replicas).join(", ") || "–",
+              retention === "hard" && note(text.neverEvicted),
+            ],
+          },
+          {
+            title: text.expires,
+            value: (/** @type {Prefix} */ { expires }) => expires,
+            cell: (/** @type {Prefix} */ { expires }) =>
+              duration(Math.max(0, expires - Date.now() / 1000)),
+          },
+          {
+            title: "",
+            plain: true,
+            cell: (/** @type {Prefix} */ { name }) =>
+              html`<button type="button" onClick=${() => remove(name)}>${text.remove}</button>`,
+          },
+        ]} />`
+      }
+      ${hidden > 0 && html`<p class="muted small">${fill(text.morePrefixes, { number: count(hidden) })}</p>`}
+    </${Card}>`
   );
 }
 
-/**
- * @param {Report | null} report
- * @param {XavierEvent} event
- */
-export function sentenceOf(report, event) {
-  const values = { ...event, donor: event.donor || language.words.ownPool };
-  /** @type {Record<string, string | number>} */
-  const readable = Object.fromEntries(
-    Object.entries(values).map(([field, value]) => [field, replicaName(report, String(value))]),
-  );
-  const state = event.enabled === undefined ? "" : event.enabled ? "_on" : "_off";
-  const sentence = named(event.event + state);
-  return sentence === undefined ? event.event : fill(sentence, readable);
-}
-
-/**
- * What people call a replica, if the value is the engine id of one.
- * @param {Report | null} report
- * @param {string} value
- */
-function replicaName(report, value) {
-  const isReplica = report?.replicas.some(({ incarnation }) => incarnation === value);
-  return report !== null && isReplica ? nameOf(report, value) : value;
-}
-
-/**
- * @param {Report} report
- * @param {XavierEvent[]} events
- */
-export function eventsView(report, events) {
+/** @param {{ report: Report, events: XavierEvent[] }} props */
+export function Events({ report, events }) {
   const text = language.words;
-  const lines = events
-    .toReversed()
-    .map((event) =>
-      h(
-        "li",
-        null,
-        h("time", { datetime: new Date(event.time * 1000).toISOString() }, clock(event.time)),
-        h("span", null, sentenceOf(report, event)),
-      ),
-    );
-  return h(
-    "section",
-    { class: "card" },
-    h("h2", null, text.events),
-    lines.length === 0
-      ? h("p", { class: "muted" }, text.noEvents)
-      : h("ol", { class: "events", id: "events", tabindex: 0 }, lines),
+  const lines = events.toReversed().map(
+    (event) => html`<li>
+      <time datetime=${new Date(event.time * 1000).toISOString()}>${clock(event.time)}</time>
+      <span>${sentenceOf(report, event)}</span>
+    </li>`,
   );
+  return html`<${Card} title=${text.events}>
+    ${
+      lines.length === 0
+        ? html`<p class="muted">${text.noEvents}</p>`
+        : html`<ol class="events" id="events" tabindex="0">${lines}</ol>`
+    }
+  </${Card}>`;
 }
