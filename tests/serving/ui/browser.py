@@ -21,7 +21,6 @@ SCREENSHOTS = "XAVIER_SCREENSHOTS"
 documentation."""
 ROOT = Path(__file__).parents[3]
 DESKTOP = (1280, 900)
-TALL = (1280, 3200)
 PHONE = (390, 844)
 PATIENCE = 30.0
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.serving.ui.browser import PHONE, TALL, Browser
+from tests.serving.ui.browser import DESKTOP, PHONE, Browser
 from tests.serving.ui.reports import (
     HITS,
     POOL,
@@ -579,7 +579,8 @@ def test_light_dark_and_chinese_follow_xinference(page: Any, stage: Stage) -> No
     stage.share(two())
     browser = page()
     browser.wait_text("#live", "Live")
-    browser.resize(TALL)
+    width, _ = DESKTOP
+    browser.resize((width, browser.run("return document.documentElement.scrollHeight")))
     browser.screenshot("page-light")
     browser.find("#theme").click()
     browser.wait(
