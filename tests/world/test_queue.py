@@ -1,0 +1,105 @@
+"""Requests wait while all replicas are at their limit, and nobody is refused without need."""
+
+import asyncio
+
+from tests.world.world import World, in_world, text
+
+LONG = {"answer": 400}
+
+
+@in_world("m-0", "m-1", request_limit=1)
+async def test_requests_wait_in_order_of_arrival(world: World) -> None:
+    asked = []
+    for number in range(6):
+        asked.append(world.ask(f"{number}", **LONG))
+        await asyncio.sleep(0.01)
+    await world.done()
+    assert [each.status for each in asked] == [200] * 6
+    ends = [each.last for each in asked if each.last is not None]
+    assert ends == sorted(ends)
+    assert world.router.counts.waited == 4
+
+
+@in_world("m-0", request_limit=1, queue=1)
+async def test_beyond_its_bound_the_queue_refuses(world: World) -> None:
+    asked = []
+    for number in range(3):
+        asked.append(world.ask(f"{number}", **LONG))
+        await asyncio.sleep(0.01)
+    await world.done()
+    assert [each.status for each in asked] == [200, 200, 429]
+    assert int(asked[2].headers["retry-after"]) >= 1
+    assert not asked[2].replica
+
+
+@in_world("m-0", request_limit=1)
+async def test_nobody_waits_for_ever(world: World) -> None:
+    world.replicas["m-0"].hangs = True
+    first = world.ask("first", stream=False)
+    await asyncio.sleep(0.1)
+    second = await world.answer("second")
+    assert (second.status, second.last) == (429, second.asked + 30.0)
+    first.leave()
+    world.replicas["m-0"].die()
+    await world.done()
+
+
+@in_world("m-0", request_limit=1)
+async def test_a_client_that_goes_leaves_the_queue(world: World) -> None:
+    world.ask("first", **LONG)
+    await asyncio.sleep(0.01)
+    second, third = world.ask("second", **LONG), world.ask("third", **LONG)
+    await asyncio.sleep(0.01)
+    second.leave()
+    await world.done()
+    assert third.status == 200
+    assert len(world.replicas["m-0"].asked) == 2
+
+
+@in_world("m-0", request_limit=1)
+async def test_who_waits_goes_in_turn_once_no_replica_works(world: World) -> None:
+    first = world.ask("first", **LONG)
+    await asyncio.sleep(0.01)
+    second = world.ask("second", stream=False)
+    await asyncio.sleep(0.01)
+    world.replicas["m-0"].drain()
+    await world.done()
+    assert first.replica == "m-0"
+    assert not second.replica
+
+
+@in_world("m-0", "m-1", "m-2")
+async def test_a_request_that_two_replicas_refuse_goes_to_the_third(world: World) -> None:
+    """Others have taken all places of two, which no router of ours can know."""
+    for name in ("m-0", "m-1"):
+        world.replicas[name].limit = 0
+    for number in range(40):
+        asked = await world.answer(f"{number}")
+        assert (asked.status, asked.replica) == (200, "m-2"), number
+        await asyncio.sleep(0.3)
+
+
+@in_world("m-0", "m-1")
+async def test_a_request_that_all_refuse_waits_until_one_has_a_place(world: World) -> None:
+    for replica in world.replicas.values():
+        replica.limit = 0
+    asked = world.ask("hi")
+    await asyncio.sleep(5.0)
+    world.replicas["m-1"].limit = 1
+    await world.done()
+    assert (asked.status, asked.replica) == (200, "m-1")
+    late = world.ask("late", stream=False)
+    world.replicas["m-1"].limit = 0
+    await world.done()
+    assert late.status == 429
+    assert int(late.headers["retry-after"]) >= 1
+
+
+@in_world("m-0", "m-1", request_limit=2)
+async def test_a_request_that_is_refused_while_it_waits_keeps_its_place(world: World) -> None:
+    world.replicas["m-0"].limit = 0
+    holders = [world.ask(f"holder {number}", **LONG) for number in range(2)]
+    await asyncio.sleep(0.1)
+    waiting = [world.ask(text(f"{number}", 50)) for number in range(2)]
+    await world.done()
+    assert {each.replica for each in (*holders, *waiting)} == {"m-1"}
