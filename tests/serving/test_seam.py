@@ -18,7 +18,7 @@ from xinference.core.worker import WorkerActor
 
 from tests.serving.launch.launching import ARGUMENTS, supervisor_class
 from tests.serving.supervisors import api_context, gateway_to
-from tests.serving.text_api import WRAPPED
+from tests.world.world import WRAPPED
 from xinference_xavier.client.doctor import Finding, process_findings
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import ConfigError

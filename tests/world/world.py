@@ -409,7 +409,7 @@ def llm_router(**attributes: Any) -> APIRouter:
     return api._router  # type: ignore[no-any-return]
 
 
-_WRAPPED = ("require_model", "parse_anthropic_request", "parse_responses_request")
+WRAPPED = ("require_model", "parse_anthropic_request", "parse_responses_request")
 
 
 class World:
@@ -578,7 +578,7 @@ class World:
         """The API runs, and knows the model."""
         from xinference.api import restful_api
 
-        originals = {name: getattr(restful_api, name) for name in _WRAPPED}
+        originals = {name: getattr(restful_api, name) for name in WRAPPED}
         router = llm_router(
             _app=self._app,
             _get_supervisor_ref=self._get_supervisor,

@@ -1,140 +1,58 @@
-"""A request whose replica fails before it answers is answered by another one, once. A prefill
-replica computes the prompt of a divided request, with one token to answer."""
+"""A request whose replica fails before it answers is answered by another one. A prefill replica
+computes the prompt of a divided request, with one token to answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xoscar as xo
 
-from tests.frontend.cluster import Cluster, document
-from tests.serving.text_models import TextModel, text_of
+from tests.e2e.text_routes import CHAT, COMPLETIONS
+from tests.serving.routing.scenarios import STREAMS, search
+from tests.world.world import REPORTS, ModelActor, World, in_world, text
 from xinference_xavier.errors import ReplicaNotServingError
-from xinference_xavier.frontend.model_router import Route
 from xinference_xavier.protocol.load import mark_of
-from xinference_xavier.serving.model_proxy import ModelProxy
 from xinference_xavier.serving.routed_model import RoutedModel, one_token
 
-STREAM = {"stream": True}
-ENDED = ConnectionResetError("the replica's process has ended")
+SECOND = text("a second", 10_000)
+"""To compute it takes a second."""
 
 
-class Replica:
-    """One replica, with a pool of its own."""
-
-    pool: Any
-    model: Any
-
-    async def start(self, name: str) -> Replica:
-        self.pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-        address = self.pool.external_address
-        self.model = await xo.create_actor(TextModel, name, address=address, uid=name)
-        await self.model.prepare()
-        return self
-
-    async def stop(self) -> None:
-        await self.pool.stop()
+async def begun(world: World, answer: int = 1, **how: Any) -> tuple[Any, str, str]:
+    """A request, its replica, which computes it, and another one."""
+    asked = world.ask(SECOND, answer, **how)
+    await asyncio.sleep(0.5)
+    (its,) = (name for name, each in world.replicas.items() if each.asked)
+    return asked, its, next(name for name in world.replicas if name != its)
 
 
-class Serving:
-    """Two replicas, and a request that goes to the `first` of them."""
-
-    replicas: dict[str, Replica]
-    route: Route
-    model: RoutedModel
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-
-    async def start(self, *replicas: str, **asked: Any) -> Serving:
-        self.replicas = {name: await Replica().start(name) for name in replicas}
-        found = await self.cluster.router.route(**asked)
-        assert found is not None
-        self.route, self.first = found, found.replica
-        self.chosen = self.replicas[self.first]
-        self.other, *_ = self.replicas.keys() - {self.first}
-        self.model = RoutedModel(self.cluster.router, found, self.chosen.model, self.connect)
-        return self
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))
-
-    async def connect(self, replica: str) -> Any:
-        return self.replicas[replica].model
-
-    async def asked(self, replica: str) -> list[str]:
-        """The ids of its requests."""
-        return [each.request_id for each in await self.replicas[replica].model.asked()]
-
-    async def generate(self, **how: Any) -> str:
-        return text_of(await self.model.generate("text", {}, **how))
-
-    async def stream(self) -> Any:
-        return await self.model.chat([], STREAM, request_id="r")
-
-    async def chat(self) -> list[str]:
-        return [text_of(part) async for part in await self.stream()]
+# -- moves -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def serving() -> AsyncIterator[Serving]:
-    serving = await Serving(Cluster("m-0", "m-1")).start("m-0", "m-1")
-    yield serving
-    await serving.stop()
+@STREAMS
+@in_world("m-0", "m-1")
+async def test_a_replica_that_dies_before_its_first_word(world: World, stream: bool) -> None:
+    answer, its, other = await begun(world, stream=stream)
+    world.replicas[its].die()
+    await world.done()
+    assert (answer.status, answer.replica) == (200, other)
+    assert world.replicas[its].asked == world.replicas[other].asked
+    assert world.router.counts.moved == 1
 
 
-async def test_it_behaves_like_the_chosen_replica(serving: Serving) -> None:
-    assert await serving.chat() == ["by", serving.first]
-    assert await serving.generate() == f"by {serving.first}"
-    assert await serving.model.is_vllm_backend()
-    assert await serving.model.abort_request("r", block_duration=30) == "done"
-    assert serving.model.uid == serving.chosen.model.uid
-
-
-async def test_the_router_knows_the_request_by_the_id_that_the_replica_reports(
-    serving: Serving,
-) -> None:
-    await serving.generate(request_id="given")
-    await serving.generate()
-    asked = await serving.asked(serving.first)
-    assert asked[0] == "given"
-    assert [*serving.cluster.router._names] == asked
-
-
-async def test_a_replica_that_was_killed_before(serving: Serving) -> None:
-    await serving.chosen.stop()
-    assert await serving.chat() == ["by", serving.other]
-    assert serving.route.replica == serving.other
-    assert serving.cluster.router.counts.moved == 1
-
-
-async def test_a_replica_that_dies_before_its_first_word(serving: Serving) -> None:
-    for replica in serving.replicas.values():
-        await replica.model.prepare(hangs=True)
-    answering = asyncio.create_task(anext(await serving.stream()))
-    await asyncio.sleep(0)
-    serving.chosen.model = None
-    await serving.chosen.stop()
-    serving.cluster.tell(gone=[serving.first])
-    while not await serving.asked(serving.other):
-        pass
-    answering.cancel()  # the other one hangs
-    with pytest.raises(asyncio.CancelledError):
-        await answering
-    assert await serving.asked(serving.other) == ["r"]
-
-
-async def test_a_replica_that_hangs_until_the_tracker_loses_it(serving: Serving) -> None:
-    await serving.chosen.model.prepare(hangs=True)
-    answering = asyncio.create_task(serving.generate())
-    while not await serving.asked(serving.first):
-        pass
-    serving.cluster.tell(gone=[serving.first])
-    assert await answering == f"by {serving.other}"
+@STREAMS
+@in_world("m-0", "m-1")
+async def test_a_replica_that_hangs_until_the_tracker_loses_it(world: World, stream: bool) -> None:
+    for each in world.replicas.values():
+        each.hangs = True
+    answer, its, other = await begun(world, stream=stream)
+    world.replicas[other].hangs = False
+    world.replicas[its].leave()
+    await world.done()
+    assert (answer.status, answer.replica) == (200, other)
 
 
 @pytest.mark.parametrize(
@@ -142,227 +60,232 @@ async def test_a_replica_that_hangs_until_the_tracker_loses_it(serving: Serving)
     [
         RuntimeError("Rate limit reached for the model. Request limit 1 for the model: m-0"),
         ConnectionRefusedError("nobody listens"),
+        xo.ActorNotExist("the model has ended"),
         type("EngineDeadError", (Exception,), {})("the engine core died"),
     ],
+    ids=lambda error: type(error).__name__,
 )
-async def test_a_replica_that_refuses(serving: Serving, error: Exception) -> None:
-    class Refusing:
-        async def generate(self, *args: Any, **kwargs: Any) -> None:
-            raise error
-
-    serving.model._model = Refusing()
-    assert await serving.generate() == f"by {serving.other}"
-
-
-async def test_a_request_moves_only_once(serving: Serving) -> None:
-    for replica in serving.replicas.values():
-        await replica.stop()
-    with pytest.raises(ConnectionRefusedError):
-        await serving.chat()
-    assert serving.cluster.router.counts.moved == 1
-
-
-async def test_an_answer_that_has_begun_ends_with_its_replica(serving: Serving) -> None:
-    stream = await serving.stream()
-    assert text_of(await anext(stream)) == "by"
-    await serving.chosen.model.prepare(breaks=ENDED)
-    with pytest.raises(ConnectionResetError):
-        await anext(stream)
-    assert not await serving.asked(serving.other)
-
-
-async def test_an_error_before_the_first_word_of_a_stream_moves_it(serving: Serving) -> None:
-    for replica in serving.replicas.values():
-        await replica.model.prepare(breaks=ENDED)
-    with pytest.raises(ConnectionResetError):  # of the other one
-        await serving.chat()
-    assert [len(await serving.asked(name)) for name in serving.replicas] == [1, 1]
-
-
-async def left(serving: Serving) -> None:
-    """Waits until no request occupies the first replica any more."""
-    async with asyncio.timeout(30):
-        while await serving.chosen.model.serving() or not await serving.chosen.model.closed():
-            pass
-
-
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("kept", [False, True])
-async def test_an_abandoned_stream_is_closed_and_leaves_its_place(
-    serving: Serving, kept: bool, begun: bool
+@in_world("m-0", "m-1")
+async def test_a_replica_that_fails_a_request_gets_no_other_for_a_while(
+    world: World, error: Exception
 ) -> None:
-    """`cache_control` and `prompt_cache_retention` put a stream around it."""
-    asked: Any = ModelProxy(serving.model, prompt_s=60.0) if kept else serving.model
-    stream = await asked.chat([], STREAM)
-    if begun:
-        await anext(stream)
-    await stream.aclose()
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
-    await left(serving)
+    world.replicas["m-0"].fails = error
+    assert {(await world.answer()).replica for _ in range(8)} == {"m-1"}
+    assert len(world.replicas["m-0"].asked) == 1
 
 
+@STREAMS
+@in_world("m-0", "m-1", "m-2")
+async def test_a_request_moves_only_once_and_then_its_error_is_the_client_s(
+    world: World, stream: bool
+) -> None:
+    """It may be the cause."""
+    for each in world.replicas.values():
+        each.fails = ConnectionResetError("the replica's process has ended")
+    answer = await world.answer(stream=stream)
+    assert "the replica's process has ended" in answer.body.decode()
+    assert sum(len(each.asked) for each in world.replicas.values()) == 2
+
+
+@in_world("m-0")
+async def test_without_another_replica_the_error_is_the_client_s(world: World) -> None:
+    world.replicas["m-0"].fails = ConnectionRefusedError("nobody listens")
+    assert "nobody listens" in (await world.answer(stream=False)).body.decode()
+
+
+@in_world("m-0", "m-1", "m-2")
+async def test_a_replica_that_is_not_there_yet_costs_a_request_no_move(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find(replica: str) -> None:
+        if replica == "m-1":
+            raise ReplicaNotServingError("it has just started")
+
+    search(monkeypatch, find)
+    world.replicas["m-0"].fails = ConnectionRefusedError("nobody listens")
+    world.replicas["m-2"].other(SECOND)  # so it is chosen last
+    await asyncio.sleep(0.1)
+    assert (await world.answer()).replica == "m-2"
+    assert world.router.counts.moved == 2
+
+
+@in_world("m-0", "m-1")
+async def test_an_answer_that_has_begun_ends_with_its_replica(world: World) -> None:
+    answer, its, other = await begun(world, 1000)
+    await asyncio.sleep(1.0)
+    world.replicas[its].die()
+    await world.done()
+    assert (answer.status, answer.replica) == (200, its)
+    assert b'"error"' in answer.body
+    assert not world.replicas[other].asked
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [0.5, 2.0], ids=["before", "after"])
+@pytest.mark.parametrize("kept", [{}, {"prompt_cache_retention": "24h"}], ids=["plain", "kept"])
+@in_world("m-0")
+async def test_a_client_that_goes_before_or_after_the_first_word_leaves_no_place(
+    world: World, kept: dict[str, Any], wait: float
+) -> None:
+    """A request to keep its prompt puts a stream around the replica's."""
+    for path in (COMPLETIONS, CHAT):
+        answer = world.ask(text(f"{wait}{path}", 10_000), 10_000, path=path, **kept)
+        await asyncio.sleep(wait)
+        assert world.replicas["m-0"].serving == 1
+        answer.leave()
+        await asyncio.sleep(1.0)
+        assert world.replicas["m-0"].serving == 0
+        assert not world.router._router.routes
+
+
+@in_world("m-0")
+async def test_the_end_of_a_stream_does_not_wait_for_its_place(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = ModelActor.decrease_serve_count
+
+    async def slow(self: ModelActor, **_: Any) -> None:
+        await asyncio.sleep(1.0)
+        await leave(self)
+
+    monkeypatch.setattr(ModelActor, "decrease_serve_count", slow)
+    await world.answer()
+    assert world.replicas["m-0"].serving == 1
+    await asyncio.sleep(1.0)
+
+
+async def routed(world: World) -> RoutedModel:
+    """As xinference gets it. Its route is ended by the test."""
+    route = world.router.open()
+    assert route is not None
+    await world.router.place(route)
+    actor = world.actors[route.replica]
+    return RoutedModel(world.router, route, actor, SimpleNamespace())  # type: ignore[arg-type]
+
+
+@in_world("m-0")
 async def test_a_stream_that_nobody_closes_leaves_its_place_when_the_request_ends(
-    serving: Serving,
+    world: World,
 ) -> None:
-    await serving.stream()
-    serving.cluster.router.end(serving.route)
-    await left(serving)
+    model = await routed(world)
+    await model.chat([], {"stream": True})
+    world.router.end(model._route)
 
 
-async def test_the_end_of_a_stream_does_not_wait_for_its_place(serving: Serving) -> None:
-    replica, goes_on = serving.chosen.model, asyncio.Event()
-
-    async def decrease_serve_count() -> None:
-        await goes_on.wait()
-        await replica.decrease_serve_count()
-
-    serving.model._model = SimpleNamespace(
-        chat=replica.chat, decrease_serve_count=decrease_serve_count
-    )
-    stream = await serving.stream()
-    assert [text_of(part) async for part in stream] == ["by", serving.first]
-    await stream.aclose()
-    assert await replica.serving() == 1
-    goes_on.set()
-    await left(serving)
-
-
+@in_world("m-0")
 async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place(
-    serving: Serving,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica, begun = serving.chosen.model, asyncio.Event()
+    chat, begun = ModelActor.chat, asyncio.Event()
 
-    async def chat(*args: Any, **kwargs: Any) -> Any:
-        stream = await replica.chat(*args, **kwargs)
+    async def noted(*args: Any, **kwargs: Any) -> Any:
+        stream = await chat(*args, **kwargs)
         begun.set()
         return stream
 
-    serving.model._model = SimpleNamespace(
-        chat=chat, decrease_serve_count=replica.decrease_serve_count
-    )
-    asking = asyncio.create_task(serving.stream())
+    monkeypatch.setattr(ModelActor, "chat", noted)
+    model = await routed(world)
+    asking = asyncio.create_task(model.chat([], {"stream": True}))
     await begun.wait()
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await left(serving)
+    world.router.end(model._route)
 
 
-async def test_without_another_replica_the_error_is_the_clients(serving: Serving) -> None:
-    serving.cluster.tell(gone=[serving.other])
-    await serving.chosen.stop()
-    with pytest.raises(ConnectionRefusedError):
-        await serving.chat()
+@in_world("m-0")
+async def test_it_behaves_like_the_replica(world: World) -> None:
+    model = await routed(world)
+    assert await model.is_vllm_backend()
+    assert await model.abort_request("r", block_duration=30) == "done"
+    assert model.uid == "m-0"
+    world.router.end(model._route)
 
 
-async def test_a_replica_that_is_not_there_yet_costs_a_request_no_move(serving: Serving) -> None:
-    serving.cluster.join("m-2")
-    connect = serving.connect
-
-    async def not_yet(replica: str) -> Any:
-        if replica == "m-2":
-            raise ReplicaNotServingError("it has just started")
-        return await connect(replica)
-
-    serving.model._connect = not_yet
-    serving.cluster.tell(serving.cluster.load(serving.other, 60.0))
-    await serving.chosen.stop()
-    assert await serving.generate() == f"by {serving.other}"
-    assert serving.cluster.router.counts.moved == 2
+# -- divided requests --------------------------------------------------------------------------
 
 
-# -- a divided request ------------------------------------------------------------------------
+async def divide(world: World, *decoding: str) -> None:
+    """One replica prefills. The others decode, and have an answer that a prefill would delay."""
+    world.add("p", role="prefill", mark_key="p")
+    for name in decoding:
+        world.add(name, role="decode", mark_key=name).other(text(name, 100), 10_000)
+    await asyncio.sleep(REPORTS + 0.1)
 
 
-def join(cluster: Cluster, **roles: Any) -> None:
-    """Replicas by their roles. Each that decodes has a request, which a prefill would delay."""
-    for name, role in roles.items():
-        cluster.serving = cluster.serving._replace(role=role, mark_key=name)
-        cluster.join(name)
-        cluster.tell(cluster.load(name, requests=int(role == "decode")))
+def prefill_requests(world: World) -> int:
+    """Those that the router knows at the prefill replica."""
+    replicas = world.router._router.replicas.values()
+    return sum(len(each.places) for each in replicas if each.uid == "p")
 
 
-@pytest.fixture
-async def divided() -> AsyncIterator[Serving]:
-    """A replica that decodes, and one that prefills for it."""
-    cluster = Cluster()
-    join(cluster, decode="decode", prefill="prefill")
-    divided = await Serving(cluster).start("prefill", "decode", text=document("d"), whole=False)
-    yield divided
-    await divided.stop()
-
-
-async def prefilled(divided: Serving) -> None:
-    assert divided.route.prefill is not None
-    await divided.route.prefill
-
-
-async def test_both_replicas_get_the_request_at_the_same_time(divided: Serving) -> None:
-    assert await divided.generate(request_id="r") == "by decode"
-    await prefilled(divided)
-    assert await divided.asked("prefill") == ["r:prefill"]
-    (name,) = await divided.asked("decode")
-    elsewhere = mark_of(name, "decode")
+@STREAMS
+@in_world()
+async def test_both_replicas_get_the_request_at_the_same_time(world: World, stream: bool) -> None:
+    await divide(world, "d")
+    answer = await world.answer(SECOND, stream=stream)
+    assert (answer.status, answer.replica, answer.reason) == (200, "d", "prefill")
+    assert answer.body.decode().count('"text": "d"') == (2 if stream else 1)
+    (prefill,), (name,) = world.replicas["p"].asked, world.replicas["d"].asked
+    elsewhere = mark_of(name, "d")
     assert elsewhere is not None
-    assert elsewhere.replica == "prefill now"
-    assert divided.cluster.router.loads()["prefill"].requests == 0
-    assert divided.cluster.router.counts.choices == {"prefill": 1}
+    assert elsewhere.replica == "p now"
+    assert name.startswith(prefill)
+    assert prefill_requests(world) == 0
+    assert world.router.counts.choices == {"prefill": 1}
 
 
-async def test_a_stream_comes_from_the_replica_that_decodes(divided: Serving) -> None:
-    assert await divided.chat() == ["by", "decode"]
+@in_world()
+async def test_a_prefill_that_fails_is_counted_and_changes_nothing(world: World) -> None:
+    await divide(world, "d")
+    world.replicas["p"].fails = ValueError("no")
+    answer = await world.answer(SECOND)
+    assert (answer.status, answer.replica) == (200, "d")
+    assert world.router.counts.failed_prefills == 1
 
 
-async def test_xinference_aborts_by_the_id_that_it_gave(divided: Serving) -> None:
-    await divided.generate(request_id="r")
-    await divided.model.abort_request("r")
-    decode = divided.replicas["decode"].model
-    assert await decode.aborted() == await divided.asked("decode")
+@in_world()
+async def test_a_request_that_ends_stops_its_prefill(world: World) -> None:
+    await divide(world, "d")
+    world.replicas["p"].hangs = True
+    assert (await world.answer(SECOND)).replica == "d"
+    await asyncio.sleep(0.1)
+    assert world.replicas["p"].aborted == world.replicas["p"].asked
+    assert len(world.replicas["p"].asked) == 1
 
 
-async def test_a_prefill_that_fails_is_counted_and_changes_nothing(divided: Serving) -> None:
-    await divided.replicas["prefill"].model.prepare(fails=ValueError("no"))
-    assert await divided.generate(request_id="r") == "by decode"
-    await prefilled(divided)
-    assert divided.cluster.router.counts.failed_prefills == 1
+@in_world()
+async def test_a_divided_request_that_moves_is_marked_for_the_other_replica(world: World) -> None:
+    """The prefill goes on, and keeps its replica busy. xinference aborts by the id that it gave."""
+    await divide(world, "d-0", "d-1")
+    for each in world.replicas.values():
+        each.hangs = True
+    asking = world.ask(SECOND)
+    await asyncio.sleep(0.1)
+    first, other = sorted(("d-0", "d-1"), key=lambda each: not world.replicas[each].asked)
+    world.replicas[other].hangs = False
+    world.replicas[first].leave()
+    await asyncio.sleep(0.1)
+    assert prefill_requests(world) == 1
+    (marked,) = world.replicas[other].asked
+    assert mark_of(marked, other) is not None
+    asking.leave()
+    await world.done()
+    assert world.replicas[other].aborted == [marked]
+    assert prefill_requests(world) == 0
 
 
-async def test_a_request_that_ends_stops_its_prefill(divided: Serving) -> None:
-    await divided.replicas["prefill"].model.prepare(hangs=True)
-    await divided.generate(request_id="r")
-    while not await divided.asked("prefill"):
-        pass
-    divided.cluster.router.end(divided.route)
-    with pytest.raises(asyncio.CancelledError):
-        await prefilled(divided)
-    assert await divided.replicas["prefill"].model.aborted() == ["r:prefill"]
-
-
-async def test_a_divided_request_that_moves_is_marked_for_the_other_replica() -> None:
-    """The prefill goes on, and keeps its replica busy."""
-    cluster = Cluster()
-    join(cluster, **{"prefill": "prefill", "d-0": "decode", "d-1": "decode"})
-    serving = Serving(cluster)
-    await serving.start("prefill", "d-0", "d-1", text=document("d"), whole=False)
-    await serving.replicas["prefill"].model.prepare(hangs=True)
-    await serving.chosen.stop()
-    answer, another = await serving.generate(request_id="r"), serving.route.replica
-    assert answer == f"by {another}" != f"by {serving.first}"
-    (name,) = await serving.asked(another)
-    assert mark_of(name, another) is not None
-    assert cluster.router.loads()["prefill"].requests == 1
-    await serving.model.abort_request("r")
-    assert await serving.replicas[another].model.aborted() == [name]
-    cluster.router.end(serving.route)
-    assert cluster.router.loads()["prefill"].requests == 0
-    await serving.stop()
-
-
-async def test_a_killed_decode_replica_leaves_the_request_to_another(divided: Serving) -> None:
-    await divided.replicas["decode"].stop()
-    assert await divided.generate(request_id="r") == "by prefill"
-    assert set(await divided.asked("prefill")) == {"r:prefill", "r"}, "it waits for nobody"
+@in_world()
+async def test_a_killed_decode_replica_leaves_the_request_to_the_one_that_prefills(
+    world: World,
+) -> None:
+    await divide(world, "d")
+    world.replicas["d"].fails = ConnectionRefusedError("nobody listens")
+    assert (await world.answer(SECOND)).replica == "p"
+    prefill, name = world.replicas["p"].asked
+    assert prefill == f"{name}:prefill", "it waits for nobody"
 
 
 def test_only_the_prompt_is_computed() -> None:
