@@ -1,193 +1,144 @@
 """Routers follow the trackers of their models, whatever happens to these."""
 
 import asyncio
-from collections.abc import Callable
+import math
 from typing import Any
 
-import pytest
-import xoscar as xo
-
-from tests.frontend.cluster import SERVING
-from tests.tracker_pools import MODEL, NAMESPACE, create_tracker, join, let_others_run
+from tests.tracker_pools import MODEL as TRACKED
+from tests.tracker_pools import let_others_run
+from tests.world.world import MODEL, REPORTS, Answer, Tracker, World, in_world, text
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.frontend import model_router as module
-from xinference_xavier.frontend.model_router import ModelRouter, Routers
-from xinference_xavier.protocol.load import Load
-from xinference_xavier.protocol.tracker import Member, tracker_uid
+from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.routing.replica import LEASE
 
-A = Member("a", "127.0.0.1:1")
-LOAD = Load(SERVING, 0, 0.0, 0, rates=(0.001, 0.0, 0.01, 1e-9))
-PATIENCE = 30.0
-"""Seconds after which a test that waits has failed."""
+LONG = text("long", 10_000)
 
 
-class Followed(Routers):
-    """Routers of the model whose tracker is at `address`."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(self.find_tracker)
-        self.address = address
-        self.asked = 0
-        self.observed = asyncio.Event()
-
-    async def find_tracker(self, model_uid: str) -> Any:
-        self.asked += 1
-        if model_uid != MODEL:
-            raise NotFoundError(f"model {model_uid!r} does not share its cache here")
-        return await xo.actor_ref(address=self.address, uid=tracker_uid(model_uid))
-
-    async def router(self, ready: Callable[[ModelRouter], bool]) -> ModelRouter:
-        """The model's router once it is `ready`."""
-        async with asyncio.timeout(PATIENCE):
-            while (found := self.get(MODEL)) is None or not ready(found):
-                await self.observed.wait()
-                self.observed.clear()
-        return found
+async def broken(*_: object) -> Any:
+    raise ConnectionResetError("the connection broke")
 
 
-def routes(router: ModelRouter) -> bool:
-    return router.report()["loads"] != {}
+async def nothing(*_: object) -> Any:
+    raise NotFoundError("it has ended")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MIN_BACKOFF", 0.01)
-    monkeypatch.setattr(module, "_MAX_BACKOFF", 0.01)
+def lose(world: World) -> None:
+    """The tracker can be asked no longer."""
+    tracker: Any = world.tracker
+    tracker.observe = broken
+    for replica in world.replicas.values():
+        replica.report()  # it ends what waits for news
 
 
-@pytest.fixture
-async def routers(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Followed:
-    routers = Followed(pool.external_address)
-    observe = module.observe
-
-    async def noticed(tracker: Any, router: ModelRouter) -> bool:
-        same = await observe(tracker, router)
-        routers.observed.set()
-        return same
-
-    monkeypatch.setattr(module, "observe", noticed)
-    return routers
+async def waiting(world: World) -> Answer:
+    """A request that waits, as the router knows that the only replica is at its limit."""
+    replica = world.replicas["m-0"]
+    replica.limit = math.inf
+    world.ask(LONG, 10_000)
+    await asyncio.sleep(0.1)
+    waits = world.ask("waits", stream=False)
+    await asyncio.sleep(0.1)
+    assert world.router.report()["waiting"] == 1
+    return waits
 
 
-async def report(tracker: Any, load: Load = LOAD) -> None:
-    await tracker.report_load(NAMESPACE, "a", load)
-
-
-@pytest.fixture
-async def router(tracker: Any, routers: Followed) -> ModelRouter:
-    """The router of the model, which has one replica."""
-    await join(tracker, A)
-    await report(tracker)
-    return await routers.router(routes)
-
-
-async def test_the_first_request_begins_to_look_for_the_model(
-    tracker: Any, routers: Followed
-) -> None:
-    await join(tracker, A)
-    await report(tracker)
+@in_world("m-0")
+async def test_the_first_request_begins_to_look_for_the_model(world: World) -> None:
+    routers = Routers(world._find_tracker)
     assert routers.get(MODEL) is None
-    router = await routers.router(routes)
-    found = await router.route()
-    assert found is not None
-    assert found.choice.replica == "a"
+    await asyncio.sleep(0.1)
+    router = routers.get(MODEL)
+    assert router is not None
+    assert router.loads().keys() == {"m-0"}
     assert routers.get(MODEL) is router
+    await routers.close()
 
 
-async def test_a_router_learns_of_loads_and_members(
-    tracker: Any, routers: Followed, router: ModelRouter
-) -> None:
-    await report(tracker, LOAD._replace(prefill_s=9.0))
-    await routers.router(lambda router: router.report()["loads"]["a"]["backlog_s"] > 1.0)
-    await tracker.leave(NAMESPACE, "a")
-    await routers.router(lambda router: not routes(router))
-    assert await router.route() is None
+@in_world("m-0")
+async def test_a_model_that_does_not_share_is_not_looked_for_at_each_request(world: World) -> None:
+    looked = 0
+
+    async def find(model_uid: str) -> Any:
+        nonlocal looked
+        looked += 1
+        await nothing()
+
+    routers = Routers(find)
+    for number in (1, 2):
+        for _ in range(50):
+            assert routers.get("another") is None
+            await asyncio.sleep(0.01)
+        assert looked == number
+        routers._absent.clear()  # as time would, which is not the loop's there
 
 
-async def test_a_model_that_does_not_share_is_not_looked_for_at_each_request(
-    routers: Followed,
-) -> None:
-    for _ in range(50):
-        assert routers.get("another") is None
-        await asyncio.sleep(0)
-    assert routers.asked == 1
-
-
-async def test_a_tracker_that_is_replaced_has_a_router_of_its_own(
-    tracker: Any, routers: Followed, router: ModelRouter
-) -> None:
+@in_world("m-0")
+async def test_a_tracker_that_is_replaced_has_a_router_of_its_own(world: World) -> None:
     """The model may have been terminated and launched again, differently."""
-    await xo.destroy_actor(tracker)
-    successor = await create_tracker(routers.address)
-    await join(successor, A)
-    await report(successor, LOAD._replace(serving=SERVING._replace(routing="off")))
-    again = await routers.router(lambda router: router.routing == "off")
-    assert again is not router
-    assert await again.route() is None
-    assert await router.route() is None
+    before = world.router
+    lose(world)
+    world.replicas["m-0"].silence()
+    world.tracker = Tracker(lambda incarnation: incarnation.removesuffix(" now"))
+    world.launched = world.launched._replace(routing="off")
+    world.add("m-0")
+    await asyncio.sleep(5.0)
+    assert world.router is not before
+    assert (world.router.routing, before.open()) == ("off", None)
 
 
-async def test_a_tracker_that_cannot_be_reached_for_a_while_keeps_its_router(
-    tracker: Any, routers: Followed, router: ModelRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find, observe, failed = routers._find, module.observe, asyncio.Event()
-
-    async def unreachable(model_uid: str) -> Any:
-        routers._find = find
-        failed.set()
-        raise ConnectionRefusedError("nobody listens")
-
-    async def broken(tracker: Any, router: ModelRouter) -> bool:
-        monkeypatch.setattr(module, "observe", observe)
-        routers._find = unreachable
-        raise ConnectionResetError("the connection broke")
-
-    monkeypatch.setattr(module, "observe", broken)
-    await report(tracker)
-    await failed.wait()
-    await report(tracker, LOAD._replace(prefill_s=9.0))
-    again = await routers.router(lambda router: router.report()["loads"]["a"]["backlog_s"] > 1.0)
-    assert again is router
-    assert router.counts.failures == 2
+@in_world("m-0")
+async def test_a_tracker_that_cannot_be_reached_for_a_while_keeps_its_router(world: World) -> None:
+    before, find = world.router, world.routers._find
+    world.routers._find = broken
+    lose(world)
+    await asyncio.sleep(1.0)
+    del world.tracker.observe  # type: ignore[method-assign]
+    world.routers._find = find
+    world.add("m-1")
+    await asyncio.sleep(REPORTS)
+    assert world.router is before
+    assert before.loads().keys() == {"m-0", "m-1"}
+    assert before.counts.failures > 1
 
 
+@in_world("m-0", request_limit=1)
 async def test_without_news_of_a_tracker_requests_wait_no_longer_than_its_replicas_are_known(
-    tracker: Any, routers: Followed, router: ModelRouter
+    world: World,
 ) -> None:
-    await report(tracker, LOAD._replace(requests=1, serving=SERVING._replace(request_limit=1)))
-    await routers.router(lambda router: not router.report()["loads"]["a"]["accepts"])
-    waiting = asyncio.create_task(router.route())
-    await asyncio.sleep(0)
-    assert router.report()["waiting"] == 1
-    clock = router._clock
-    router._clock = lambda: clock() + 10.0
-    await xo.destroy_actor(tracker)
-    assert await waiting is None
+    waits = await waiting(world)
+    lose(world)
+    await asyncio.sleep(LEASE + 5.0)
+    assert (waits.status, waits.replica) == (200, "")
+    assert waits.last is not None
+    assert waits.last - waits.asked > LEASE - REPORTS
 
 
-async def test_a_model_that_has_ended_is_forgotten(
-    tracker: Any, routers: Followed, router: ModelRouter
-) -> None:
-    async def nothing(model_uid: str) -> Any:
-        raise NotFoundError("it has ended")
-
-    await report(tracker, LOAD._replace(requests=1, serving=SERVING._replace(request_limit=1)))
-    await routers.router(lambda router: not router.report()["loads"]["a"]["accepts"])
-    waiting = asyncio.create_task(router.route())
-    await asyncio.sleep(0)
-    assert router.report()["waiting"] == 1
-    routers._find = nothing
-    (following,) = (task for task in asyncio.all_tasks() if "Routers._run" in str(task))
-    await xo.destroy_actor(tracker)
-    await following
-    assert routers.get(MODEL) is None
-    assert await waiting is None
+@in_world("m-0", request_limit=1)
+async def test_a_model_that_has_ended_is_forgotten(world: World) -> None:
+    before, waits = world.router, await waiting(world)
+    find, world.routers._find = world.routers._find, nothing
+    lose(world)
+    await asyncio.sleep(1.0)
+    assert (waits.status, waits.replica) == (200, "")
+    assert world.routers.get(MODEL) is None
+    assert before.open() is None
+    del world.tracker.observe  # type: ignore[method-assign]
+    world.routers._find = find
+    world.routers._absent.clear()
+    world.routers.get(MODEL)
+    await asyncio.sleep(1.0)
+    assert world.router is not before
 
 
-async def test_a_router_that_ends_leaves_no_watch_open(
-    tracker: Any, routers: Followed, router: ModelRouter
-) -> None:
-    async with asyncio.timeout(PATIENCE):
+async def test_a_router_that_ends_leaves_no_watch_open(tracker: Any) -> None:
+    """A real tracker counts them."""
+
+    async def find(model_uid: str) -> Any:
+        return tracker
+
+    routers = Routers(find)
+    routers.get(TRACKED)
+    async with asyncio.timeout(30):
         while (await tracker.status())["watches"] != 1:
             await let_others_run()
         await routers.close()

@@ -8,8 +8,9 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import xoscar as xo
 
@@ -44,31 +45,18 @@ class ModelProcess:
         self._process.communicate()
 
 
-class Asked(NamedTuple):
-    """One call of `generate` or `chat`."""
-
-    method: str
-    content: Any
-    """The prompt, or the messages."""
-    config: dict[str, Any]
-    request_id: str | None
-    correlation: str | None
-    """xinference's id for the request in its logs."""
-
-
 class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Answers with two words, of which the second is its name. Counts requests as xinference's
     decorator `request_limit` does: a stream keeps its place until `decrease_serve_count`.
 
-    `fails` is raised when it is asked, `breaks` before the next word of a stream. With `hangs`,
-    neither the first word nor an answer that is not streamed comes.
+    `fails` is raised when it is asked, `breaks` before the next word of a stream. With `hangs`, no
+    word of a stream comes, with `pauses` only the first.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._asked: list[Asked] = []
-        self._aborted: list[str] = []
+        self._asked: list[str | None] = []
         self._serving = 0
         self._closed = 0
 
@@ -77,15 +65,15 @@ class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         fails: Exception | None = None,
         breaks: Exception | None = None,
         hangs: bool = False,
+        pauses: bool = False,
         limit: float = float("inf"),
     ) -> None:
-        self._fails, self._breaks, self._hangs, self._limit = fails, breaks, hangs, limit
+        self._fails, self._breaks, self._limit = fails, breaks, limit
+        self._hangs, self._pauses = hangs, pauses
 
-    async def asked(self) -> list[Asked]:
+    async def asked(self) -> list[str | None]:
+        """xinference's ids in its logs for the requests so far."""
         return self._asked
-
-    async def aborted(self) -> list[str]:
-        return self._aborted
 
     async def serving(self) -> int:
         return self._serving
@@ -100,7 +88,6 @@ class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         return True
 
     async def abort_request(self, request_id: str, **_: Any) -> str:
-        self._aborted.append(request_id)
         return "done"
 
     async def decrease_serve_count(self) -> None:
@@ -113,18 +100,24 @@ class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 
     @xo.generator  # type: ignore[untyped-decorator]
     async def generate(self, prompt: Any, config: dict[str, Any], **kwargs: Any) -> Any:
-        return await self._answer(Asked("generate", prompt, config, *_ids(kwargs)))
+        return await self._answer("generate", config, **kwargs)
 
     @xo.generator  # type: ignore[untyped-decorator]
     async def chat(self, messages: Any, config: dict[str, Any], **kwargs: Any) -> Any:
-        return await self._answer(Asked("chat", messages, config, *_ids(kwargs)))
+        return await self._answer("chat", config, **kwargs)
 
     async def __xoscar_destroy_generator__(self, uid: str) -> Any:
         self._closed += 1
         return await super().__xoscar_destroy_generator__(uid)
 
-    async def _answer(self, asked: Asked) -> Any:
-        self._asked.append(asked)
+    async def _answer(
+        self,
+        method: str,
+        config: dict[str, Any],
+        __xinf_rpc_metadata__: Mapping[str, str] = MappingProxyType({}),
+        **_: Any,
+    ) -> Any:
+        self._asked.append(__xinf_rpc_metadata__.get("correlation_id"))
         if self._serving >= self._limit:
             raise RuntimeError(
                 f"Rate limit reached for the model. Request limit {self._limit} for the model: "
@@ -132,12 +125,10 @@ class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
             )
         if self._fails is not None:
             raise self._fails
-        if asked.config.get("stream"):
+        if config.get("stream"):
             self._serving += 1
-            return self._words(asked.method)
-        if self._hangs:
-            await asyncio.Event().wait()
-        return json.dumps(_answer(asked.method, f"by {self._name}")).encode()
+            return self._words(method)
+        return json.dumps(_answer(method, f"by {self._name}")).encode()
 
     async def _words(self, method: str) -> AsyncIterator[bytes]:
         if self._hangs:
@@ -146,18 +137,8 @@ class TextModel(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
             if self._breaks is not None:
                 raise self._breaks
             yield f"data: {json.dumps(_answer(method, word, streamed=True))}\r\n\r\n".encode()
-
-
-def text_of(answer: bytes) -> str:
-    """The words in an answer, or in a part of a stream."""
-    (choice,) = json.loads(answer.decode().removeprefix("data: "))["choices"]
-    said = choice if "text" in choice else choice.get("delta") or choice["message"]
-    return str(said.get("text") or said["content"])
-
-
-def _ids(kwargs: dict[str, Any]) -> tuple[str | None, str | None]:
-    metadata = kwargs.get("__xinf_rpc_metadata__", {})
-    return kwargs.get("request_id"), metadata.get("correlation_id")
+            if self._pauses:
+                await asyncio.Event().wait()
 
 
 def _answer(method: str, text: str, streamed: bool = False) -> dict[str, Any]:

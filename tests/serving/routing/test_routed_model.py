@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.e2e.text_routes import CHAT, COMPLETIONS
 from tests.serving.routing.scenarios import STREAMS, search
 from tests.world.world import REPORTS, ModelActor, World, in_world, text
 from xinference_xavier.errors import ReplicaNotServingError
@@ -121,23 +120,6 @@ async def test_an_answer_that_has_begun_ends_with_its_replica(world: World) -> N
 
 
 # -- streams -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wait", [0.5, 2.0], ids=["before", "after"])
-@pytest.mark.parametrize("kept", [{}, {"prompt_cache_retention": "24h"}], ids=["plain", "kept"])
-@in_world("m-0")
-async def test_a_client_that_goes_before_or_after_the_first_word_leaves_no_place(
-    world: World, kept: dict[str, Any], wait: float
-) -> None:
-    """A request to keep its prompt puts a stream around the replica's."""
-    for path in (COMPLETIONS, CHAT):
-        answer = world.ask(text(f"{wait}{path}", 10_000), 10_000, path=path, **kept)
-        await asyncio.sleep(wait)
-        assert world.replicas["m-0"].serving == 1
-        answer.leave()
-        await asyncio.sleep(1.0)
-        assert world.replicas["m-0"].serving == 0
-        assert not world.router._router.routes
 
 
 @in_world("m-0")
