@@ -9,10 +9,11 @@ import pytest
 from benchmarks import rivals
 from benchmarks.replica_model import ENGINE, Gauges, ReplicaModel
 from benchmarks.simulator import Cluster, Maker
-from tests.routing.holdings import Held
-from xinference_xavier.routing.choice import Prompt
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.routing.forecast import Prompt
 
-KEYS = [b"%d" % number for number in range(10)]
+KEYS = [b"%012d" % number for number in range(10)]
 PROMPT = Prompt(5121, KEYS)
 IDLE = Gauges(0, 0, 0.0)
 
@@ -20,7 +21,11 @@ IDLE = Gauges(0, 0, 0.0)
 class Stage:
     def __init__(self, maker: Maker, held: dict[str, list[bytes]], seed: int = 0) -> None:
         self.gauges = defaultdict[str, Gauges](lambda: IDLE)
-        cluster = Cluster([*held], ENGINE, Held(held), self.gauges.__getitem__)
+        mirror = Mirror("router")
+        members = tuple(Member(name, "127.0.0.1:1") for name in held)
+        changes = tuple(Change(name, 1, pack(keys), b"", True) for name, keys in held.items())
+        mirror.apply(Update(1, "epoch", True, Settings(), 12, members, changes))
+        cluster = Cluster([*held], ENGINE, mirror, self.gauges.__getitem__)
         self.policy = maker(cluster, random.Random(seed))
         self._numbers = count(1)
 
@@ -29,7 +34,7 @@ class Stage:
 
 
 def other(number: int, chunks: int = 10) -> Prompt:
-    return Prompt(chunks * 512 + 1, [b"%d other %d" % (number, n) for n in range(chunks)])
+    return Prompt(chunks * 512 + 1, [b"%05d other%d" % (number, n) for n in range(chunks)])
 
 
 def test_in_turn() -> None:
@@ -43,7 +48,7 @@ def test_a_request_counts_until_its_last_token() -> None:
     assert first != second
     stage.policy.answered("1", 1.0)
     for number in range(2, 6):
-        stage.policy.ended(f"{number}", 1.0)
+        stage.policy.ended(f"{number}", 1, 1.0)
         assert stage.send() == second
 
 
@@ -91,7 +96,7 @@ def test_blocks_to_compute_count_until_they_are_answered_and_all_until_the_end()
     assert stage.send(other(2, chunks=8)) != first
     stage.policy.answered("1", 1.0)
     assert stage.send(other(3, chunks=6)) == first
-    stage.policy.ended("1", 2.0)
+    stage.policy.ended("1", 1, 2.0)
     assert stage.send(other(4)) == first
 
 

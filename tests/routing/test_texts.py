@@ -20,8 +20,7 @@ def keys(count: int, name: str = "key") -> list[bytes]:
 
 def learn(texts: Texts, text: Text, tokens: int, name: str = "key") -> list[bytes]:
     known = keys(tokens // CHUNK, name)
-    texts.sent("request", text)
-    texts.scheduled("request", tokens, known)
+    texts.learn(text, tokens, known)
     return known
 
 
@@ -92,46 +91,17 @@ def test_any_text_can_be_hashed() -> None:
     assert text_of(["\ud800" * PIECE]).length == 3 * PIECE
 
 
-def test_reports_of_others_are_ignored(texts: Texts) -> None:
-    text = text_of([DOCUMENT])
-    before = texts.prompt(text)
-    texts.sent("request", text)
-    texts.scheduled("somebody else's", 4000, keys(31))
-    assert texts.prompt(text) == before
-
-
-def test_a_request_is_reported_once(texts: Texts) -> None:
-    text = text_of([DOCUMENT])
-    known = learn(texts, text, 4000)
-    texts.scheduled("request", 4000, keys(31, "other"))
-    assert texts.prompt(text).keys[0] == known[0]
-
-
 def test_texts_go_that_were_not_asked_for_longest(
-    texts: Texts, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(texts_module, "MAX_PIECES", 100)
+    texts = Texts(CHUNK)
     first = text_of(["first" + DOCUMENT])
     known = learn(texts, first, 4000)
     for number in range(10):
         assert texts.prompt(first).keys[0] == known[0], "it is asked for"
         learn(texts, text_of([f"{number}" + DOCUMENT]), 4000, f"{number}-")
     assert len(texts._pieces) <= 100
-
-
-@pytest.mark.parametrize(("bound", "value"), [("MAX_UNDERWAY", 2), ("MAX_PIECES", 100)])
-def test_the_oldest_requests_go_that_nobody_reports(
-    texts: Texts, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
-) -> None:
-    monkeypatch.setattr(texts_module, bound, value)
-    each = [text_of([f"{number}" + DOCUMENT]) for number in range(3)]
-    for number, text in enumerate(each):
-        texts.sent(f"{number}", text)
-    for number in range(3):
-        texts.scheduled(f"{number}", 4000, keys(31, f"{number}-"))
-    learned = [texts.prompt(text).keys[0] for text in each]
-    assert learned[1:] == [keys(1, "1-")[0], keys(1, "2-")[0]]
-    assert learned[0] != keys(1, "0-")[0]
 
 
 QUESTION = "What is this?"
@@ -243,6 +213,5 @@ def test_a_report_that_cannot_be_true_of_a_text_does_little(
     texts: Texts, tokens: int, least: int, most: int
 ) -> None:
     for _ in range(99):
-        texts.sent("request", text_of([DOCUMENT]))
-        texts.scheduled("request", tokens, [])
+        texts.learn(text_of([DOCUMENT]), tokens, [])
     assert least <= texts.prompt(text_of(["0123456789" * 1000])).tokens <= most

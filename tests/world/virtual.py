@@ -30,7 +30,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now
 
-    def run_in_executor(self, executor: Any, function: Any, *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Any, *args: Any
+    ) -> Any:
         self._virtual.threads += 1
         running = super().run_in_executor(executor, function, *args)
         running.add_done_callback(self._thread_ended)
