@@ -80,7 +80,7 @@ def test_a_text_without_a_whole_piece_has_no_keys(texts: Texts) -> None:
 
 
 def test_no_text_is_one_token(texts: Texts) -> None:
-    assert texts.prompt(Text(0, ())) == (1, [])
+    assert texts.prompt(Text(0, ())) == (1, [], 0.0)
 
 
 def test_parts_do_not_run_together() -> None:

@@ -59,7 +59,7 @@ class Api:
 
 async def found(look: Callable[[], Awaitable[Any]]) -> Any:
     async with asyncio.timeout(30):
-        while not (result := await look()):
+        while not (result := await look()):  # noqa: ASYNC110  # of another process
             await asyncio.sleep(0.001)
     return result
 
