@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
 from xinference_xavier.protocol.tracker import unpack
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_LINE = 1 << 16  # bytes of a line between an engine and its transfer process, at start
