@@ -96,6 +96,7 @@ async def test_a_supervisor_that_does_not_answer_is_not_held_against_a_replica(
         for path in TEXT_ROUTES:
             assert_in_turn(await world.answer(path=path, stream=False))
     await asyncio.sleep(REPORTS)
+    assert world.router.counts.failures == 0
     assert {(await world.answer()).replica for _ in range(8)} == {"m-0", "m-1"}
 
 
