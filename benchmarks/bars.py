@@ -102,7 +102,7 @@ def _routed(name: str) -> Callable[[Part], Values]:
 
 
 def _not_in_turn(part: Part) -> Values:
-    """Of traces and sessions on four replicas, from load 0.8 on: at half of it prompts hardly wait,
+    """Traces and sessions on four replicas, from load 0.8 on: at half of it prompts hardly wait,
     and a common prompt is soon everywhere."""
     return {
         f"{run['trace']}, {run['load']}": run["against_today"]["first_mean_s"]

@@ -109,7 +109,7 @@ class Elsewhere:
         return Taken()
 
     def is_redundant(self, row: Row) -> bool:
-        """Whether a pool should evict this row first."""
+        """True if a pool should evict this row first."""
         return False
 
     def used(self, name: str, keys: Sequence[bytes]) -> None:
@@ -155,7 +155,7 @@ class State(NamedTuple):
     """Requests that are not admitted yet."""
     running: int
     decoding: int
-    """Of those that run."""
+    """Running requests whose prompts have been computed."""
     known: frozenset[str]
     """The names of all of them."""
     free_tokens: int
@@ -193,7 +193,7 @@ class _Prefill:
     loaded_at: float
     """Infinite once it is loaded."""
     seconds: float
-    """Of computing alone."""
+    """Time to compute it if nothing decodes."""
     steps: int
     ends: float = inf
     """The step at which it is computed."""

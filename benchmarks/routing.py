@@ -23,7 +23,7 @@ from benchmarks.traces import CHUNK, Common, Request, Rounds
 REPLICAS = (2, 4, 8, 64)
 LOADS = (0.5, 0.8, 0.95)
 REQUESTS = 3000
-"""Of a trace."""
+"""Requests of a trace that are played."""
 PIECES = 16
 ERRORS = (0.5, 1.0)
 """The shares by which a prompt takes longer or less than forecast, in runs of their own."""

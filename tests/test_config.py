@@ -205,11 +205,11 @@ def test_our_options_without_enable_are_dropped_with_a_warning(
 def test_a_retired_option_is_ignored_with_a_warning(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of an old launch, which means this extension, and of an old configuration of vLLM."""
+    """An old launch that means this extension may have it, and an old configuration of vLLM."""
     kwargs = {ENABLE: True, name: 500}
     assert take_launch_options(kwargs) == {}
     assert kwargs == {}
-    warning = "=500 is ignored; that option is gone: a prefill replica gets the prefills"
+    warning = "=500 is ignored; that option is gone: prefills go to a prefill replica"
     assert f"{name}{warning}" in caplog.text
     caplog.clear()
     config = XavierConfig("m", "10.0.0.1:9999")

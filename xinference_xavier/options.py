@@ -275,7 +275,7 @@ EXPERT = {
 """Options whose defaults suit most clusters."""
 PARSERS = BASIC | EXPERT
 RETIRED = {
-    "xavier_prefill_threshold": "a prefill replica gets the prefills for which that pays",
+    "xavier_prefill_threshold": "prefills go to a prefill replica where that is forecast to pay",
 }
 """Options of earlier versions, and what has replaced them."""
 ONLY_UNDER_XINFERENCE = (

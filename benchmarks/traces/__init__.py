@@ -54,7 +54,7 @@ class Rounds(NamedTuple):
     history: int = 20_000
     added: int = 200
     answer: int = 100
-    """Of those added."""
+    """Tokens of the answer, among those added."""
     rounds: int = 10
     pause: float = 10.0
     """Mean seconds between two rounds of a session."""

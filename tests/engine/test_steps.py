@@ -208,7 +208,7 @@ def test_steps_with_prompts_do_not_count_as_those_that_only_decode() -> None:
 
 
 def test_with_speculation_a_token_costs_less_than_its_step() -> None:
-    """Of two requests that compute four tokens each in a step, answers keep two or three."""
+    """Two requests compute four tokens each in a step, and keep two or three of them."""
     cost = StepCost()
     steps = steps_of(cost)
     had = 7

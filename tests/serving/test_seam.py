@@ -128,7 +128,7 @@ MISSING = "SupervisorActor.launches is gone"
 
 @pytest.fixture
 def off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that we use, a method that nothing here calls is missing."""
+    """A method that we use, but that nothing here calls, is missing."""
     monkeypatch.setitem(seam.USED, "xinference.core.supervisor:SupervisorActor", ("launches",))
     assert seam.look() == (MISSING,)
 

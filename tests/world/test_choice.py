@@ -26,24 +26,17 @@ async def test_an_idle_holder_gets_what_begins_alike(world: World) -> None:
         await asyncio.sleep(1.0)
 
 
-@in_world("m-0", "m-1")
-async def test_a_busy_holder_is_copied_from(world: World) -> None:
-    holder = await held_by(world, SYSTEM)
-    world.replicas[holder].other(text("other", 100_000))
-    await asyncio.sleep(0.1)
-    asked = await world.answer(SYSTEM + text("q", 100))
-    assert (asked.replica != holder, asked.reason) == (True, "fetch")
-    assert asked.last is not None
-    assert asked.last - asked.asked < 0.1
+@pytest.mark.parametrize(("fetch", "reason"), [(500_000, "fetch"), (5_000, "compute")])
+def test_a_busy_holder_is_copied_from_unless_computing_is_faster(fetch: int, reason: str) -> None:
+    @in_world("m-0", "m-1", engine=ENGINE._replace(fetch=fetch))
+    async def plays(world: World) -> None:
+        holder = await held_by(world, SYSTEM)
+        world.replicas[holder].other(text("other", 100_000))
+        await asyncio.sleep(0.1)
+        asked = await world.answer(SYSTEM + text("q", 100))
+        assert (asked.replica != holder, asked.reason) == (True, reason)
 
-
-@in_world("m-0", "m-1", engine=ENGINE._replace(fetch=5_000))
-async def test_what_is_computed_sooner_is_not_fetched(world: World) -> None:
-    holder = await held_by(world, SYSTEM)
-    world.replicas[holder].other(text("other", 100_000))
-    await asyncio.sleep(0.1)
-    asked = await world.answer(SYSTEM + text("q", 100))
-    assert (asked.replica != holder, asked.reason) == (True, "compute")
+    plays()
 
 
 @in_world("m-0", "m-1", "m-2", "m-3")

@@ -80,6 +80,16 @@ async def test_an_answers_length_is_foretold_by_its_session_its_limit_or_all(wor
 
 
 @in_world("m-0")
+async def test_an_answer_without_any_item_has_no_time(world: World) -> None:
+    route = world.router.open()
+    assert route is not None
+    await world.router.place(route)
+    world.router.completed(route)
+    world.router.end(route)
+    assert not sum(world.router.counts.decodes.actual.counts)
+
+
+@in_world("m-0")
 async def test_forecasts_are_compared_with_what_came(world: World) -> None:
     foretold = Counter[str]()
     for number in range(3):

@@ -24,6 +24,7 @@ from typing import Any
 import xoscar as xo
 from fastapi import APIRouter, FastAPI
 from starlette.types import Message
+from xoscar.api import IteratorWrapper
 
 from benchmarks.replica_model import Elsewhere, Engine, Job, ReplicaModel, Source, Taken, Token
 from benchmarks.traces import GROUP, Request
@@ -95,15 +96,15 @@ class Answer:
         self.gone.set()
 
 
-class Stream:
-    """A stream of a model actor."""
+class Stream(IteratorWrapper):  # type: ignore[misc]  # xoscar has no types
+    """A stream of a model actor, as xinference knows it: it gives its place back at the actor."""
 
-    def __init__(self, words: AsyncIterator[bytes]) -> None:
+    def __init__(self, words: AsyncIterator[bytes], actor: ModelActor) -> None:
+        super().__init__("", actor.address, actor.uid)
         self._words = words
+        self._actor_ref = actor
+        self._gc_destroy = False
         self.destroyed = False
-
-    def __aiter__(self) -> Stream:
-        return self
 
     async def __anext__(self) -> bytes:
         return await anext(self._words)
@@ -157,7 +158,7 @@ class ModelActor:
             raise RuntimeError(FULL.format(limit=replica.limit, replica=self.uid))
         replica.serving += 1
         if config.get("stream"):
-            return Stream(self._words(prompt, name))
+            return Stream(self._words(prompt, name), self)
         try:
             first, last = replica.begin(prompt, name)
             await first
@@ -426,7 +427,7 @@ class World:
         self.actors: dict[str, ModelActor] = {}
         self.answers: list[Answer] = []
         self.others: list[asyncio.Future[None]] = []
-        """Those that come another way."""
+        """Requests that come another way."""
         self.routers = Routers(self._find_tracker)
         self._supervisor = Supervisor(self)
         self._lengths: dict[str, int] = {}

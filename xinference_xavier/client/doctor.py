@@ -223,7 +223,7 @@ def _fetches(status: ModelStatus) -> Iterator[Finding]:
 
 
 def _namespaces(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
-    """Of the replicas that answer, those in another namespace than the first, and the fields that
+    """The replicas that answer in another namespace than the first, and the fields that
     differ."""
     answering = [replica for replica in replicas if "error" not in replica.self_check]
     for replica in answering[1:]:

@@ -79,7 +79,9 @@ _SALTS = 1000  # that are remembered
 
 
 class CommonBeginnings:
-    """`holders` returns the peers that hold a chunk, as a number that is 0 if there are none."""
+    """What the prompts of one replica have in common with each other and with its peers'.
+
+    `holders` returns the set of the peers that hold a chunk, as bits."""
 
     def __init__(self, holders: Callable[[bytes], int]) -> None:
         self.counts = PromptStats()

@@ -45,8 +45,6 @@ NOT_YET = 1.0
 MAX_NAMED = 200_000
 """Pieces of text of the requests that replicas may still report."""
 _NAMED = 20  # pieces that a request without text counts for
-MAX_ANSWER = 1 << 20
-"""Tokens; a larger limit of an answer is none."""
 NO_TEXT = Text(0, ())
 AT_LIMIT = "Rate limit reached: all replicas are at their request limit; try again later"
 """Begins like a refusal of xinference's own, because its handlers know one by that."""
@@ -190,7 +188,6 @@ class ModelRouter:
         if self.routing == "off" or not self._accepts():
             self.counts.unrouted += 1
             return None
-        limit = limit if limit <= MAX_ANSWER else 0
         route = Route(text, session, limit, whole, self._clock())
         self._router.routes.add(route)
         return route
@@ -202,10 +199,10 @@ class ModelRouter:
             return True
         if not self._queue.join(route):
             self.refuse(route)
-        route.admitted = asyncio.get_running_loop().create_future()
-        if self._queue.first is route:  # it has come back
-            self.admit()
         try:
+            route.admitted = asyncio.get_running_loop().create_future()
+            if self._queue.first is route:  # it has come back
+                self.admit()
             async with asyncio.timeout(self._queue.patience - (self._clock() - route.arrived)):
                 return await route.admitted
         except TimeoutError:
@@ -260,7 +257,9 @@ class ModelRouter:
             self.counts.answered(choice.reason, choice.terms.first_token, waited)
 
     def completed(self, route: Route) -> None:
-        """The last of a streamed answer has arrived."""
+        """The last of a streamed answer has arrived. One without any item has no time."""
+        if route.state is not State.ANSWERED:
+            return
         self.counts.decodes.observe(route.choice.terms.decode, self._clock() - route.answered)
 
     def prefilled(self, route: Route, failed: bool) -> None:
@@ -273,7 +272,6 @@ class ModelRouter:
         for ends in route.at_end:
             ends()
         route.at_end.clear()
-        self._queue.leave(route)
         self._router.end(route)
         self.admit()
 

@@ -59,7 +59,7 @@ class Load(NamedTuple):
     requests: Count
     """Waiting and running requests."""
     decoding: Count = 0
-    """Those whose prompt has been computed."""
+    """The requests whose prompts have been computed."""
     known: Annotated[tuple[Identifier, ...], Field(max_length=MAX_KNOWN)] = ()
     """The ids of those whose tokens are counted here. vLLM has not looked at the others yet."""
     rates: tuple[Seconds, Seconds, Seconds, Seconds] | None = None

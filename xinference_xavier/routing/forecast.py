@@ -24,8 +24,8 @@ from xinference_xavier.routing.replica import Rates, Replica, Step
 
 STALL = 0.1
 """How much it counts that answers stand still while a prompt is computed. They would mostly stand
-still for another prompt otherwise. In simulated traces, nothing makes the last tokens of one in a
-hundred come 5 % later, and all of it makes the first ones come 45 % later (`make bench`)."""
+still for another prompt otherwise. In fifteen simulated runs, mostly of traces and sessions, 0 made
+the last tokens of the slowest hundredth come 5 % later, and 1 their first tokens 44 %."""
 
 
 class Chunks(NamedTuple):
@@ -174,14 +174,11 @@ class Forecaster:
         return wait
 
 
-def offloaded(
-    found: Sequence[Forecast], forecaster: Forecaster, threshold: int | None
-) -> list[Forecast]:
+def offloaded(found: Sequence[Forecast], forecaster: Forecaster) -> list[Forecast]:
     """`found`, with prefills offloaded to the earliest prefill replica where that pays.
 
-    It pays if it delays this request less than it spares the requests already decoding, or if more
-    than `threshold` tokens are missing; never if the prefill queue alone takes longer than
-    computing here.
+    It pays if it delays this request less than it spares the requests already decoding; never if
+    the prefill queue alone takes longer than computing here.
     """
     prefills = [each for each in found if each.replica.report.role == "prefill"]
     if not prefills:
@@ -197,11 +194,8 @@ def offloaded(
         backlog, _, compute, _ = each.terms
         begins = max(backlog, best.terms.first_token, moving) + rates.fetch_s
         spares = compute * each.replica.report.decoding
-        if threshold is None:
-            pays = begins - each.terms.first_token < spares
-        else:
-            pays = prompt.tokens - each.run * size.tokens > threshold
-        if each.replica.report.role != "decode" or queue > compute or not pays:
+        pays = begins - each.terms.first_token < spares and queue <= compute
+        if each.replica.report.role != "decode" or not pays:
             return each
         terms = each.terms._replace(fetch=begins - backlog, compute=0.0)
         delay = each.delay - STALL * spares

@@ -61,7 +61,7 @@ class Report(NamedTuple):
     requests: int
     """Waiting, running and decoding requests."""
     decoding: int = 0
-    """Those whose prompt has been computed."""
+    """The requests whose prompts have been computed."""
     known: Set[Route] = frozenset()
     """This router's requests that are counted here. Others have not reached the scheduler."""
     rates: Rates | None = None

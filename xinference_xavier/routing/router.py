@@ -4,10 +4,10 @@ A request goes where it costs least: what it takes to its last token, and what i
 (see `forecast`). A replica's work for a prompt delays those that come behind: by
 `share / (1 - share)` of it, if requests arrive at random and the replica works this share of the
 time. If there is a queue, the work delays each prompt that arrives before the queue is empty. So
-work weighs more than the prompt's own waiting (`_weight`). Without that, prompts leave the replica
-that holds their prefix for a short wait elsewhere, copies fill the pools, and under load all wait
-longer. This work is at the replicas' mean rates: weighed with what a replica seems to be faster,
-prompts would queue at it for what is mostly an error of measurement.
+work weighs more than the prompt's own waiting (`work_weight`). Without that, prompts leave the
+replica that holds their prefix for a short wait elsewhere, copies fill the pools, and under load
+all wait longer. This work is at the replicas' mean rates: weighed with what a replica seems to be
+faster, prompts would queue at it for what is mostly an error of measurement.
 
 A prompt of which no replica holds much may begin a session, whose next rounds follow it. The
 backlog of the moment is too short a view then: such prompts go where the least work went lately.
@@ -74,20 +74,17 @@ def work_weight(busy: float, waiting: float) -> float:
 
 
 class Router:
-    """Chooses replicas, and knows which request is where. See `offloaded` for `threshold`."""
+    """Chooses replicas, and knows which request is where."""
 
-    def __init__(
-        self, mirror: Mirror, size: Chunks, source: random.Random, *, threshold: int | None = None
-    ) -> None:
+    def __init__(self, mirror: Mirror, size: Chunks, source: random.Random) -> None:
         self.replicas: dict[str, Replica] = {}
-        """Those that report, by incarnation."""
+        """The replicas that report, by incarnation."""
         self.routes = set[Route]()
         """The requests that have not ended."""
         self.answers = Answers()
         self._mirror = mirror
         self._size = size
         self._source = source
-        self._threshold = threshold
         self._expected = Expected()
         self._cached = Expected(MAX_CACHED)
         self._numbers = mirror.sets
@@ -176,7 +173,7 @@ class Router:
         forecaster = self._forecaster(prompt, now)
         found = self.forecasts(forecaster)
         if not whole:
-            found = offloaded(found, forecaster, self._threshold)
+            found = offloaded(found, forecaster)
         found = [each for each in found if each.replica.report.role != "prefill"] or found
         if not found:
             return None

@@ -139,7 +139,7 @@ async def test_the_end_of_a_stream_does_not_wait_for_its_place(
 
 
 async def routed(world: World) -> RoutedModel:
-    """As xinference gets it. Its route is ended by the test."""
+    """A model as xinference gets it. The test ends its route."""
     route = world.router.open()
     assert route is not None
     await world.router.place(route)
@@ -198,7 +198,7 @@ async def divide(world: World, *decoding: str) -> None:
 
 
 def prefill_requests(world: World) -> int:
-    """Those that the router knows at the prefill replica."""
+    """Requests that the router knows at the prefill replica."""
     replicas = world.router._router.replicas.values()
     return sum(len(each.places) for each in replicas if each.uid == "p")
 
