@@ -373,7 +373,8 @@ class HandOver:
                 raise LookupError("it has left")
             left = remaining(deadline)
             uid, call = replica_uid(peer), (self._incarnation, pack(keys), left)
-            self.chunks += await ask(left + _GRACE, address, uid, "take_over", *call)
+            taken: int = await ask(left + _GRACE, address, uid, "take_over", *call)
+            self.chunks += taken  # only now: other peers have taken theirs meanwhile
         except Exception as error:  # whatever it is, others may take theirs
             logger.warning(
                 "%d chunks are not handed over: peer=%s error=%r", len(keys), peer, error
