@@ -162,8 +162,10 @@ class Forecaster:
 
     def _wait(self, replica: Replica, tokens: int, step: Step) -> float:
         """Seconds until there is a slot for the request, and KV blocks for its `tokens`. Requests
-        end at random, after a mean answer."""
+        end at random, after a mean answer; at a prefill replica, as soon as they are computed."""
         report, requests = replica.report, replica.requests
+        if report.role == "prefill":
+            return 0.0
         lasts = self.prompt.answer * step.seconds(min(requests, report.slots))
         wait = 0.0
         if requests >= report.slots:
