@@ -20,6 +20,25 @@ async def test_requests_wait_in_order_of_arrival(world: World) -> None:
     assert world.router.counts.waited == 4
 
 
+@in_world("m-0", "m-1", request_limit=1)
+async def test_nobody_overtakes_where_a_replica_works_again_between_two_reports(
+    world: World,
+) -> None:
+    away = world.actors.pop("m-1")
+    holder = world.ask("holder", 1000)
+    await asyncio.sleep(0.2)
+    first = world.ask("first", 100)
+    await asyncio.sleep(0.1)
+    world.actors["m-1"] = away
+    await asyncio.sleep(1.1)  # the replica that was not there yet may be tried again
+    second = world.ask("second", 100)
+    await world.done()
+    assert (holder.replica, first.replica) == ("m-0", "m-1")
+    assert first.first is not None
+    assert second.first is not None
+    assert first.first < second.first
+
+
 @in_world("m-0", request_limit=1, queue=1)
 async def test_beyond_its_bound_the_queue_refuses(world: World) -> None:
     asked = []

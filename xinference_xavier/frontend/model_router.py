@@ -201,8 +201,7 @@ class ModelRouter:
             self.refuse(route)
         try:
             route.admitted = asyncio.get_running_loop().create_future()
-            if self._queue.first is route:  # it has come back
-                self.admit()
+            self.admit()  # it may have come back as the first, or a replica works again
             async with asyncio.timeout(self._queue.patience - (self._clock() - route.arrived)):
                 return await route.admitted
         except TimeoutError:

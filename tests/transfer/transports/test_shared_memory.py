@@ -64,6 +64,23 @@ def test_a_row_that_takes_long_holds_up_no_other(link: Link) -> None:
     assert checked[-1] == 0
 
 
+def test_whole_rows_behind_one_that_is_wrong_do_not_count(link: Link) -> None:
+    """Another thread has copied the row behind it."""
+    behind = threading.Event()
+
+    def check(slot: int) -> None:
+        if slot == 2:
+            assert behind.wait(PATIENCE)
+            raise LinkError("damaged")
+        if slot == 3:
+            behind.set()
+
+    rows = link.receive([1, 2, 3], [4, 5, 6], check)
+    assert next(rows) == 1
+    with pytest.raises(LinkError, match="damaged"):
+        next(rows)
+
+
 def test_a_consumer_does_not_wait_for_ever_for_its_donor(halves: Halves) -> None:
     with pytest.raises(LinkTimeoutError):
         halves.offer.complete(halves.acceptance.answer, soon())
