@@ -1,10 +1,13 @@
-"""Part `rounds`: sessions of many rounds on real replicas, routed and in turn.
+"""Part `rounds`: sessions and a burst on one prompt, on real replicas, routed and in turn.
 
 Two replicas under xinference, in the shape of production-stack's `multi-round-qa`: all sessions
 begin with one system prompt, then each user's own history, and each round adds a question and the
 last answer. A user asks the next question some seconds after the last one, or once that is
 answered: so many that the replicas could not compute all prompts from their beginnings. Routing is
 switched between runs, whose sessions have nothing in common.
+
+The burst is what a chat gets: many questions behind one system prompt, two a second, each answered
+at length. The replica that holds the prompt would answer all, if only first tokens counted.
 
 Each replica computes on processors of its own, as on a GPU of its own: where replicas compete for
 processors, the ones with short queues slow down the one with a long queue. Whatever else runs there
@@ -15,10 +18,11 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import requests
@@ -38,7 +42,8 @@ are asked."""
 SYSTEM_ROWS, HISTORY_ROWS, QUESTION_ROWS = 8, 16, 1
 """A row has about 50 tokens."""
 ANSWER_TOKENS = 32
-QUICK = {"ROUNDS": 2}
+BURST, BURST_PAUSE_S, BURST_TOKENS = 48, 0.5, 96
+QUICK = {"ROUNDS": 2, "BURST": 8}
 UID = "rounds"
 _NAMES = {
     "mean_s": "mean",
@@ -46,6 +51,11 @@ _NAMES = {
     "p90_s": "90 of 100",
     "p99_s": "99 of 100",
     "longest_s": "longest",
+}
+_BURST = {
+    "first_s": "first token, mean",
+    "last_s": "last token, mean",
+    "last_p99_s": "last token, 99 of 100",
 }
 
 
@@ -59,25 +69,37 @@ def measure() -> dict[str, Any]:
 
         def computed() -> float:
             prompt = document(next(seeds), SYSTEM_ROWS + HISTORY_ROWS + QUESTION_ROWS)
-            return _ask(cluster.endpoint, prompt)[1]
+            return _ask(cluster.endpoint, prompt).first_s
 
         for _ in range(REPLICAS):  # so that replicas know how fast they are
             computed()
         pause = median(computed() for _ in range(5)) * USERS / REPLICAS / LOAD
 
-        def run(routed: bool) -> pairs.Run:
+        def switch(routed: bool) -> None:
             mode = "auto" if routed else "off"
             cluster.call("PATCH", f"/v1/xavier/{UID}", {"routing": mode})
+
+        def run(routed: bool) -> pairs.Run:
+            switch(routed)
             return _figures(_play(cluster.endpoint, next(seeds), pause))
 
         for routed in (True, False):  # so that they know how fast they fetch
             run(routed)
         made = pairs.until_known(pairs.in_turns(run), until=0.0, watched={})
+
+        def burst(routed: bool) -> pairs.Run:
+            switch(routed)
+            return _burst(cluster.endpoint, next(seeds))
+
+        burst(routed=False)  # warm up
+        bursts = pairs.summary(pairs.until_known(pairs.in_turns(burst), until=0.0, watched={}))
     return {
         "pairs": len(made),
         "requests": USERS * ROUNDS,
         "pause_s": pause,
         "compared": pairs.summary(made),
+        "burst_most": bursts.pop("most")["on"],  # answers in turn do not say who gave them
+        "burst": bursts,
     }
 
 
@@ -121,18 +143,46 @@ def _session(endpoint: str, system: str, seed: int, user: int, pause: float) -> 
     for number in range(ROUNDS):
         time.sleep(max(0.0, begin + number * pause - time.monotonic()))
         said += f"\nQuestion {number}: {document(seed + 500 + number, QUESTION_ROWS)}\nAnswer: "
-        answer, seconds = _ask(endpoint, said)
-        said += answer
-        yield seconds
+        answer = _ask(endpoint, said)
+        said += answer.text
+        yield answer.first_s
 
 
-def _ask(endpoint: str, prompt: str) -> tuple[str, float]:
-    """The answer, and the seconds to its first token."""
+def _burst(endpoint: str, seed: int) -> pairs.Run:
+    """All questions arrive at a fixed rate, whatever was answered."""
+    system, began = document(seed, SYSTEM_ROWS), time.monotonic()
+
+    def asked(number: int) -> Answer:
+        time.sleep(max(0.0, began + number * BURST_PAUSE_S - time.monotonic()))
+        question = f"{system}\nQuestion {number}: {document(seed + 1 + number, QUESTION_ROWS)}"
+        return _ask(endpoint, question, BURST_TOKENS)
+
+    with ThreadPoolExecutor(BURST) as clients:
+        answers = [*clients.map(asked, range(BURST))]
+    (_, most), *_ = Counter(each.replica for each in answers).most_common()
+    return {
+        "first_s": mean(each.first_s for each in answers),
+        "last_s": mean(each.last_s for each in answers),
+        "last_p99_s": float(np.percentile([each.last_s for each in answers], 99)),
+        "most": most,
+    }
+
+
+class Answer(NamedTuple):
+    """Seconds count from the request."""
+
+    text: str
+    replica: str
+    first_s: float
+    last_s: float
+
+
+def _ask(endpoint: str, prompt: str, tokens: int = ANSWER_TOKENS) -> Answer:
     body = {
         "model": UID,
         "prompt": prompt,
         "stream": True,
-        "max_tokens": ANSWER_TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
     }
@@ -146,7 +196,8 @@ def _ask(endpoint: str, prompt: str) -> tuple[str, float]:
                 continue
             first = first or time.monotonic() - began
             text += json.loads(line[6:])["choices"][0]["text"]
-    return text, first
+        replica = answer.headers.get("x-xavier-replica", "")
+    return Answer(text, replica, first, time.monotonic() - began)
 
 
 def _figures(seconds: list[float]) -> pairs.Run:
@@ -163,7 +214,13 @@ def markdown(part: dict[str, Any]) -> str:
     """Seconds to the first token: medians over the runs, and the mean ratio of the pairs with its
     95 % confidence interval."""
     asked = f"A user asks every {part['pause_s']:.1f} s.\n\n"
-    return asked + table(
+    sessions = table(
         (f"{part['pairs']} × {part['requests']} requests", "routed", "in turn", "ratio"),
         ([title, *pairs.cells(part["compared"][name], digits=2)] for name, title in _NAMES.items()),
     )
+    burst = table(
+        (f"{part['pairs']} × {BURST} questions on one prompt", "routed", "in turn", "ratio"),
+        ([title, *pairs.cells(part["burst"][name], digits=2)] for name, title in _BURST.items()),
+    )
+    most = f"The busier replica answered {part['burst_most']['median']:.0f} of them (routed)."
+    return f"{asked}{sessions}\n\n{burst}\n\n{most}"
