@@ -32,7 +32,6 @@ PYTHON_SEGMENT = re.compile(r"psm_\w+")
 ENVIRONMENT = {
     "XINFERENCE_EXTENSIONS": "xinference_xavier:extension",
     "XINFERENCE_ENABLE_VIRTUAL_ENV": "0",
-    "XINFERENCE_AUTH_ADVANCED": "false",
     "XINFERENCE_DISABLE_METRICS": "1",
     "XINFERENCE_SUBPOOL_LAUNCH_TIMEOUT": "400",  # for a busy machine; 60 s by default
     "XINFERENCE_MODEL_SRC": "huggingface",
@@ -44,6 +43,8 @@ START_TIMEOUT = 300.0
 LAUNCH_TIMEOUT = 600.0
 REQUEST_TIMEOUT = 300.0
 STOP_TIMEOUT = 60.0
+USER, PASSWORD = "admin", "a long password"
+SETUP_TOKEN = re.compile(r"Setup token: (\S+)")
 
 
 class ClusterError(RuntimeError):
@@ -97,7 +98,8 @@ class LocalCluster:
     """`with LocalCluster(log) as cluster:` starts the cluster and stops it.
 
     `environment` is added to that of the servers and their engines. `port` 0 means any free port.
-    `python` is the interpreter of the environment that has xinference.
+    `python` is the interpreter of the environment that has xinference. With `accounts`, which is
+    xinference's default, the server requires a login, and `USER` has the only account.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class LocalCluster:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        accounts: bool = False,
         environment: dict[str, str] | None = None,
         python: Path = Path(sys.executable),
         say: Callable[[str], None] = lambda _line: None,
@@ -114,6 +117,7 @@ class LocalCluster:
         self._python = python
         self._host = host
         self._port = port
+        self._accounts = accounts
         self._added_environment = environment or {}
         self._say = say
         self._session = requests.Session()
@@ -148,6 +152,9 @@ class LocalCluster:
         self._home = tempfile.TemporaryDirectory(prefix="xavier-cluster-")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start_servers(Path(self._home.name))
+        if self._accounts:
+            self._make_account()
+            self._log_in()
 
     def stop(self) -> Leftovers:
         """Stop the servers and wait until nothing of them is left; use force if necessary."""
@@ -340,9 +347,24 @@ class LocalCluster:
         self._server = start(words, self.log, environment, start_new_session=True)
         self._wait("the server answers", START_TIMEOUT, self._answers)
 
+    def _make_account(self) -> None:
+        """Make the first account, by the token in the server's log."""
+        told = SETUP_TOKEN.search(self.log.read_text())
+        if told is None:
+            raise self._error("the server has not logged its setup token")
+        account = {"username": USER, "password": PASSWORD, "setup_token": told[1]}
+        self.call("POST", "/v1/admin/setup", account)
+
+    def _log_in(self) -> None:
+        """Send a token with all calls from now on. It expires after half an hour."""
+        account = {"username": USER, "password": PASSWORD}
+        token = self.call("POST", "/token", account)["access_token"]
+        self._session.headers["Authorization"] = f"Bearer {token}"
+
     def _environment(self, home: Path) -> dict[str, str]:
         """The environment of servers with this home, which they may fill."""
         environment = {**os.environ, **ENVIRONMENT, **self._added_environment}
+        environment["XINFERENCE_AUTH_ADVANCED"] = str(self._accounts).lower()
         # Sockets and scratch files too: engines are killed at the end and leave them behind.
         scratch = home / "tmp"
         scratch.mkdir(parents=True)
@@ -362,7 +384,8 @@ class LocalCluster:
         assert self._server is not None
         if self._server.poll() is not None:
             raise self._error(f"xinference-local ended with {self._server.returncode}")
-        return answers(f"{self.endpoint}/v1/models")
+        public = "/v1/cluster/auth"  # nobody may list models before there is an account
+        return answers(f"{self.endpoint}{public if self._accounts else '/v1/models'}")
 
     def _reaped(self) -> bool:
         assert self._server is not None

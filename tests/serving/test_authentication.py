@@ -205,7 +205,10 @@ def test_the_client_with_a_token_and_with_a_key(guarded: Guarded) -> None:
         assert client.flush(MODEL).raw["answers"]["unreachable"] == []
 
 
-def test_the_client_without_a_key(guarded: Guarded) -> None:
+def test_the_client_without_a_key(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))  # no login is stored here
     refused = pytest.raises(ApiError, match="Could not validate credentials")
     with XavierClient(guarded.api.endpoint) as client, refused:
         client.status(MODEL)

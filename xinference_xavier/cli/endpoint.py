@@ -1,11 +1,8 @@
 """The xinference endpoint that a command talks to, and its credentials."""
 
 import functools
-import hashlib
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -33,12 +30,12 @@ def with_client(command: Callable[..., Any]) -> Callable[..., Any]:
         *("--api-key", "-k"),
         envvar="XINFERENCE_API_KEY",
         show_envvar=True,
-        help="For authentication; by default, the token of `xinference login`.",
+        help="Your key; by default, the token of `xinference login`.",
     )
     @functools.wraps(command)
     def connected(*args: Any, endpoint: str, api_key: str | None, **kwargs: Any) -> Any:
         try:
-            with XavierClient(endpoint, api_key or stored_token(endpoint)) as client:
+            with XavierClient(endpoint, api_key or None) as client:
                 return command(client, *args, **kwargs)
         except ConfigError as error:
             raise click.UsageError(str(error)) from None
@@ -48,13 +45,3 @@ def with_client(command: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(NOT_FOUND if missing else NO_ANSWER)
 
     return connected
-
-
-def stored_token(endpoint: str) -> str | None:
-    """The token that `xinference login` has stored for this endpoint."""
-    home = Path(os.environ.get("XINFERENCE_HOME") or Path.home() / ".xinference")
-    file = home / "auth" / hashlib.sha256(endpoint.encode()).hexdigest()
-    try:
-        return file.read_text().strip() or None
-    except (OSError, UnicodeDecodeError):
-        return None

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
+from xinference_xavier.client.login import stored_token
 from xinference_xavier.errors import (
     NOT_FOUND_HEADER,
     ApiError,
@@ -49,12 +50,14 @@ _T = TypeVar("_T")
 
 
 class XavierClient:
-    """`endpoint` is xinference's; `api_key` is needed where authentication is on. Raises
-    ConfigError if either cannot be one."""
+    """`endpoint` is xinference's. Without `api_key`, which may be a token, too, requests carry the
+    token that `xinference login` has stored for this endpoint. Raises ConfigError if either cannot
+    be one."""
 
     def __init__(self, endpoint: str, api_key: str | None = None) -> None:
         _check_endpoint(endpoint)
-        self._http = httpx.Client(base_url=endpoint, headers=_headers(api_key))
+        key = stored_token(endpoint) if api_key is None else api_key
+        self._http = httpx.Client(base_url=endpoint, headers=_headers(key))
 
     def __enter__(self) -> Self:
         return self
