@@ -367,12 +367,11 @@ def _hits_lines(part: dict[str, Any]) -> list[str]:
         "",
     ]
     for name, found in part["transports"].items():
-        decided = {key: value for key, value in found["fetch_decisions"].items() if key != "rates"}
         lines.append(
             f"- {TRANSPORTS[name]}: the donor estimated that it computes "
             f"{found['believed_tokens_per_s']:.0f} tokens per second; for the longest prompts it "
             f"computed {shown(found['true_tokens_per_s'], 0)}. The consumer's decisions: "
-            f"{decided}; fetches: {found['used']}."
+            f"{found['fetch_decisions']}; fetches: {found['used']}."
         )
     return lines
 

@@ -20,7 +20,8 @@ def metrics_table() -> str:
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in FAMILIES:
         labels = ", ".join(f"`{label}`" for label in family.labels)
-        rows.append(f"| `{PREFIX}{family.name}` | {family.kind} | {labels} | {family.help} |")
+        figure = family.figure
+        rows.append(f"| `{PREFIX}{family.name}` | {figure.kind} | {labels} | {figure.text} |")
     return "\n".join(rows)
 
 
@@ -29,8 +30,8 @@ def explain_fields(*event: Any) -> None:
     *_, thing, _, lines = event
     if is_dataclass(thing):
         own = [each for each in fields(thing) if each.name in get_annotations(thing)]
-        helps = {each.name: each.metadata.get("description") for each in own}
-        lines += [f"* ``{name}``: {text}" for name, text in helps.items() if text] + [""]
+        figures = {each.name: each.metadata.get("figure") for each in own}
+        lines += [f"* ``{name}``: {it.text}" for name, it in figures.items() if it] + [""]
 
 
 def setup(app: Any) -> None:

@@ -114,8 +114,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/donor.py",
-        "            if not trusts(request.consumer):\n"
-        '                raise GrantRefusedError("not compared")\n',
+        "        if not trusts(request.consumer):\n"
+        '            raise GrantRefusedError("not compared")\n',
         "",
         "a replica gets rows from a peer that was reset and may compute others",
         ("tests/replica/test_donor.py",),

@@ -16,6 +16,7 @@ Equal sets of holders are one integer. At most `max_keys` keys are kept; beyond 
 published or used least recently are dropped.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import islice
@@ -29,6 +30,9 @@ from xinference_xavier.protocol.tracker import (
     Update,
     check_update,
 )
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARED = 100_000
 """Sets that are one object wherever they are held; beyond them each holder has its own."""
@@ -114,13 +118,13 @@ class Mirror:
     """What the replicas other than `incarnation` hold, as of `revision` of `epoch`.
 
     `enabled` is the operator's switch. `serving` are the peers that can be fetched from now; others
-    may hold chunks, too. `dropped` counts the keys left out because of `max_keys`.
+    may hold chunks, too.
     """
 
     def __init__(self, incarnation: str, *, max_keys: int = 2_000_000) -> None:
         self.enabled = True
         self.settings = INITIAL_SETTINGS
-        self.dropped = 0
+        self._log = RateLimitedLog(logger)
         self._incarnation = incarnation
         self._max_keys = max_keys
         self._trusted: frozenset[str] | None = None
@@ -321,7 +325,7 @@ class Mirror:
         place = next(place for place in places if shards[place])
         count = len(shards[place]) // 16 + 1
         shards[place] = dict(islice(shards[place].items(), count, None))
-        self.dropped += count
+        self._log.warn("full", "no room for the chunks of peers: max_keys=%d", self._max_keys)
         self._size -= count
 
     def _remove(self, shards: _Shards, kept: int, keys: Iterable[bytes]) -> None:

@@ -151,11 +151,9 @@ def _stopped_beyond_the_lease(cluster: Cluster, step: Step) -> bool:
 
 
 def _donor_busy(cluster: Cluster, step: Step) -> bool:
-    before = cluster.nodes[step.target].figures()["replica"]["grants"]["refused"]
+    before = cluster.rollbacks()["busy"]
     cluster.nodes[step.target].call("is_busy", 0.3 + step.strength)
-    return until(
-        lambda: cluster.nodes[step.target].figures()["replica"]["grants"]["refused"] > before, 1.0
-    )
+    return until(lambda: cluster.rollbacks()["busy"] > before, 1.0)
 
 
 def _stale_entries(cluster: Cluster, step: Step) -> bool:

@@ -188,7 +188,6 @@ async def test_a_full_disk_fails_no_request(
         await names.tend()
         clock.now += 301.0
         await names.tend()
-    assert names.failures > 2
     assert caplog.text.count("the names' file cannot be written") == 1
     clock.now += 10.0
     await names.use(added)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.logged import messages
 from xinference_xavier import mirror as module
 from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror, PeerSets
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
@@ -223,10 +224,13 @@ class TestFullMirror:
     def held(self, mirror: Mirror) -> list[bool]:
         return [bool(mirror.usable_set(key)) for key in self.KEYS]
 
-    def test_forgets_what_was_published_first_and_counts_it(self, mirror: Mirror) -> None:
+    def test_forgets_what_was_published_first_and_says_so(
+        self, mirror: Mirror, caplog: pytest.LogCaptureFixture
+    ) -> None:
         mirror.apply(update(adds("a", 2, self.KEYS[2])))
         assert self.held(mirror) == [False, True, True, False]
-        assert (len(mirror), mirror.dropped) == (2, 1)
+        assert len(mirror) == 2
+        assert messages(caplog) == ["no room for the chunks of peers: max_keys=2"]
 
     def test_keeps_what_others_published_again(self, mirror: Mirror) -> None:
         """A peer has fetched it."""

@@ -28,7 +28,6 @@ COUNTED = {
     "hits": HITS,
     "first_tokens": asdict(WAITS),
     "requests": 10,
-    "longest_scheduling_wait_s": 0.5,
     "prefill_tokens_per_s": 1000.0,
     "seconds_saved": 0.5,
 }

@@ -279,7 +279,6 @@ class TestWarmJoin:
                 assert sorted(new.held()) == sorted(hot)
                 assert new.wrong_rows() == []
                 assert new.counts().pinned == 0
-                assert new.stats()["warm_join"]["chunks"] == len(hot)
                 (line,) = (text for _, text in new.logged() if text.startswith("warm join:"))
                 assert "chunks=20" in line
                 wait_until(lambda: donor.holders(hot[-1]) == ("new",), "peers can fetch them")
@@ -296,14 +295,10 @@ class TestWarmJoin:
                 assert sorted(small.held()) == sorted(hottest[:20])
 
     def test_without_anything_to_fetch_it_does_not_wait(self, tracker: TrackerProcess) -> None:
-        with started(tracker, "first") as first:
-            assert first.stats()["warm_join"]["seconds"] < SHORT
-            with new_replica(tracker, "second") as second:
-                assert second.stats()["warm_join"] == {
-                    "chunks": 0,
-                    "seconds": pytest.approx(0.0, abs=SHORT),
-                    "failures": 0,
-                }
+        """Neither the first replica nor the next, for which we wait for less than they may."""
+        first = new_replica(tracker, "first", warm_join=600.0)
+        with first, new_replica(tracker, "second", warm_join=600.0):
+            pass
 
     def test_it_can_be_switched_off(self, tracker: TrackerProcess) -> None:
         with started(tracker, "donor") as donor:
@@ -352,7 +347,8 @@ class TestWarmJoin:
             try:
                 with new_replica(tracker, "new", warm_join=SHORT) as new:
                     assert new.held() == []
-                    assert new.stats()["warm_join"]["failures"] == 1
+                    lines = [text for _, text in new.logged()]
+                    assert any(text.startswith("no hot chunks: peer=donor") for text in lines)
             finally:
                 donor.send_signal(signal.SIGCONT)
 

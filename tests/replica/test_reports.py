@@ -31,13 +31,10 @@ from xinference_xavier.stats.schema import (
     ComparisonStats,
     DiskStats,
     FetchStats,
-    GrantStats,
     Hits,
-    MirrorStats,
     PoolStats,
     ReplicaFetches,
     ReplicaStats,
-    WarmJoinStats,
 )
 
 
@@ -117,13 +114,6 @@ HITS = Hits(remote=3)
 DISK = DiskStats("/disk", "open", "", 26, 27, 28, 29)
 
 
-class Mirror:
-    dropped = 9
-
-    def __len__(self) -> int:
-        return 8
-
-
 def stats(counts: FetchCounts) -> dict[str, Any]:
     replica: Any = SimpleNamespace(
         _engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
@@ -132,12 +122,9 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
         _region=SimpleNamespace(row_bytes=64),
         _cache_rows=24,
         _pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),
-        donor=SimpleNamespace(grants=[1, 2], refused=7),
-        mirror=Mirror(),
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
-        warm_join=SimpleNamespace(stats=WarmJoinStats(20, 1.5, 21)),
         _disk=SimpleNamespace(report=lambda: DISK),
-        _process=SimpleNamespace(pid=11, starts=3, failed_calls=12),
+        _process=SimpleNamespace(pid=11, starts=3),
         _client=SimpleNamespace(
             counts=ClientCounts(failures=1, stats_failures=2, claim_failures=3, reconnects=4)
         ),
@@ -149,7 +136,7 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
 
 def test_every_count_is_reported() -> None:
     counts = FetchCounts(
-        fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}, 5),
+        fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}),
         rows=10,
         in_flight=Counter(a=6),
         received=Counter(a=2, b=8),
@@ -161,18 +148,14 @@ def test_every_count_is_reported() -> None:
         bytes_received=640,
         received_from={"b": 512, "a": 128},
         fetching={"a": 6},
-        fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}, 5),
+        fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}),
         pool=PoolStats(16, 5, 4, 3, 2, 64, 24, 25),
-        grants=GrantStats(2, 7),
-        mirror=MirrorStats(8, 9),
         comparison=ComparisonStats(16, 17, 18, 19),
-        warm_join=WarmJoinStats(20, 1.5, 21),
         disk=DISK,
         not_sharing="no peers",
         refused_posts=15,
         transfer_pid=11,
         transfer_restarts=2,
-        transfer_failed_calls=12,
         tracker_failures=6,
     )
     assert stats(counts) == asdict(expected)

@@ -32,7 +32,6 @@ STATS: dict[str, Any] = {
     "hits": HITS,
     "first_tokens": asdict(WAITS),
     "bytes_received": 7,
-    "bytes_sent": 8,
     "fetches": {"started": 5, "committed": 3, "rolled_back": {"timeout": 2}},
     "pool": {"rows": 16, "row_bytes": 64},
     "requests": 9,
@@ -41,7 +40,7 @@ STATS: dict[str, Any] = {
 }
 QUESTION = {"prompt": "What?"}
 CHUNK = {"from": 0, "to": 4, "replicas": {"a": "pool"}}
-NO_PREFIXES = {"prefixes": [], "prefix_states": {}, "prefix_file_failures": 0}
+NO_PREFIXES = {"prefixes": [], "prefix_states": {}}
 GUIDE = {
     **{"name": "guide", "state": "kept", "reason": "", "tokens": 4, "chunks": 1, "replicas": {}},
     **{"ttl": 60.0, "copies": 1, "retention": "soft", "created": 1.0, "used": 1.0, "expires": 2.0},
@@ -148,7 +147,6 @@ async def test_replicas_and_totals(model: Model) -> None:
         "hits": {source: 2 * tokens for source, tokens in HITS.items()},
         "first_tokens": asdict(BOTH_WAITS),
         "bytes_received": 14,
-        "bytes_sent": 16,
         "fetches": {"started": 10, "committed": 6, "rolled_back": {"timeout": 4}},
         "requests": 18,
         "seconds_saved": 3.0,

@@ -1,7 +1,6 @@
 """The commands' output for people."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -15,19 +14,23 @@ from xinference_xavier.client.doctor import Finding
 from xinference_xavier.disk import Summary
 from xinference_xavier.stats.answers import Explanation, NamedPrefix
 from xinference_xavier.stats.schema import (
-    HIT_SOURCES,
     Counters,
+    Figure,
     Histogram,
     ModelStatus,
     PoolStats,
     Predictions,
     ReplicaStatus,
     RoutingStats,
+    Totals,
+    figures_of,
 )
 
 _UNITS = ["B", "KiB", "MiB", "GiB", "TiB"]
 _SHARES = (0.5, 0.9, 0.99)
 _SHARES_TOLD = "median/90 %/99 %"
+_COLUMNS = tuple(each for each in figures_of(Totals) if each.heading)
+_OF_ROUTING = tuple(each for each in figures_of(RoutingStats) if each.heading)
 _WIDTH = 64  # of a prompt's picture; a character stands for one chunk or several
 
 
@@ -63,17 +66,15 @@ def models_table(models: Iterable[ModelStatus]) -> RenderableType:
 
 
 def model_table(model: ModelStatus) -> RenderableType:
-    columns = ("requests", *HIT_SOURCES, "reused", "received", "fetches", "rolled back", "pool")
-    table = new_table(["replica"], [*columns, "chunks"])
+    table = new_table(["replica"], [*(each.heading for each in _COLUMNS), "pool"])
     for replica in model.replicas:
         name = replica.replica + (" (no answer)" if replica.stale else "")
         if replica.draining:
             load = model.routing.loads.get(replica.replica)
             name += f" (draining, {'?' if load is None else load.requests} requests left)"
-        table.add_row(name, *_counters(replica), _pool(replica.pool), str(replica.holdings))
+        table.add_row(name, *_cells(replica), _pool(replica.pool))
     if len(model.replicas) > 1:
-        totals = model.totals
-        table.add_row("all", *_counters(totals), "", str(totals.holdings), style="bold")
+        table.add_row("all", *_cells(model.totals), style="bold")
     lines = [Text(line) for line in (*_first_tokens(model.totals), *_routing(model.routing))]
     lines += [Text(line, style="yellow") for line in _remarks(model)]
     state = ("on", "green") if model.enabled else ("off", "red")
@@ -81,16 +82,23 @@ def model_table(model: ModelStatus) -> RenderableType:
     return Panel(Group(table, *lines), title=title, title_align="left", expand=False)
 
 
-def _counters(counters: Counters) -> list[str]:
-    hits, fetches = counters.hits, counters.fetches
-    return [
-        str(counters.requests),
-        *(f"{tokens:,}" for tokens in astuple(hits)),
-        f"{hits.ratio:.0%}" if hits.total else "-",
-        size(counters.bytes_received),
-        f"{fetches.committed}/{fetches.started}",
-        ", ".join(f"{count} {reason}" for reason, count in fetches.rolled_back.items()) or "0",
-    ]
+def _cells(counters: Counters) -> Iterator[str]:
+    return (shown(each, counters) for each in _COLUMNS)
+
+
+def shown(figure: Figure, source: object) -> str:
+    """A number in its unit, or several with what each is of."""
+    values = figure.values(source)
+    if not figure.labels:
+        return _number(values[()], figure) if values else "-"
+    counts = (" ".join((_number(count, figure), *labels)) for labels, count in values.items())
+    return ", ".join(counts) or "0"
+
+
+def _number(value: float, figure: Figure) -> str:
+    if figure.unit == "bytes":
+        return size(value)
+    return f"{value:.0%}" if figure.unit == "share" else f"{value:,}"
 
 
 def _pool(pool: PoolStats) -> str:
@@ -119,13 +127,8 @@ def _routing(stats: RoutingStats) -> Iterator[str]:
     if not stats.mode:
         return
     sent = [f"{count:,} requests to {name}" for name, count in sorted(stats.replicas.items())]
-    others = {
-        "in turn": stats.unrouted,
-        "waiting": stats.waiting,
-        "refused": stats.refused,
-        "sent again": stats.moved,
-    }
-    sent += [f"{count:,} {what}" for what, count in others.items() if count]
+    counts = {each.heading: shown(each, stats) for each in _OF_ROUTING}
+    sent += [f"{count} {what}" for what, count in counts.items() if count != "0"]
     yield f"Routing {stats.mode}: {', '.join(sent) or 'no requests yet'}."
     if stats.first_bytes:
         told = "; ".join(f"{reason}, {_told(each)}" for reason, each in stats.first_bytes.items())

@@ -194,10 +194,9 @@ _MAX_PEERS, _MAX_REPORTED = 1000, 100
 _UNKNOWN = LinearFit()
 
 
-class _Prediction(NamedTuple):
-    fetch_seconds: float  # 0 if unknown
-    prefill_seconds: float | None
-    began: float
+class _Begun(NamedTuple):
+    at: float
+    prefill_seconds: float | None  # that it saves, if that is known
 
 
 @dataclass
@@ -221,7 +220,7 @@ class CostModel:
         self.decisions = Decisions()
         self._row_bytes = row_bytes
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # the latest tried is last
-        self._pending: dict[Fetch, _Prediction] = {}
+        self._pending: dict[Fetch, _Begun] = {}
         self._left_out: dict[str, _Peer] = {}
 
     def rate(self, donor: str, now: float = -math.inf) -> LinearFit:
@@ -248,8 +247,7 @@ class CostModel:
 
     def begun(self, fetch: Fetch, prefill_seconds: float | None, now: float) -> None:
         """A fetch began that saves `prefill_seconds` of computing, if that is known."""
-        predicted = self.rate(fetch.source, now).predict(len(fetch.rows))
-        self._pending[fetch] = _Prediction(predicted, prefill_seconds, now)
+        self._pending[fetch] = _Begun(now, prefill_seconds)
         peer = self._peers.setdefault(fetch.source, _Peer())
         peer.tried = now
         peer.probe_at = math.inf  # not before this one has ended
@@ -260,8 +258,8 @@ class CostModel:
 
     def ended(self, fetch: Fetch, now: float) -> None:
         """Learn from the fetch; further calls for it do nothing."""
-        prediction, peer = self._pending.pop(fetch, None), self._peers.get(fetch.source)
-        if prediction is None or peer is None:
+        begun, peer = self._pending.pop(fetch, None), self._peers.get(fetch.source)
+        if begun is None or peer is None:
             return
         if not fetch.committed:
             self._failed(peer, fetch, now)
@@ -269,15 +267,10 @@ class CostModel:
         if self._left_out.pop(fetch.source, None):
             peer.rates.clear()
         peer.failures = 0
-        decisions, (predicted, prefill, began) = self.decisions, prediction
+        prefill = begun.prefill_seconds
         is_slower = prefill is not None and fetch.seconds > prefill
-        decisions.slower_than_prefill += is_slower
-        self._learn(peer, fetch, began, is_slower)
-        if predicted and len(fetch.committed) == len(fetch.rows):
-            decisions.predictions += 1
-            decisions.predicted_s += predicted
-            decisions.actual_s += fetch.seconds
-            decisions.error_s += abs(fetch.seconds - predicted)
+        self.decisions.slower_than_prefill += is_slower
+        self._learn(peer, fetch, begun.at, is_slower)
 
     def _failed(self, peer: _Peer, fetch: Fetch, now: float) -> None:
         if fetch.reason not in _BLAMELESS:
@@ -321,4 +314,4 @@ class CostModel:
         have left, and nobody can mend them."""
         left_out = {name: peer.reason for name, peer in [*self._left_out.items()] if set_of([name])}
         reasons = dict([*left_out.items()][-_MAX_REPORTED:])
-        return {**asdict(self.decisions), "rates": self.rates(), "left_out": reasons}
+        return {**asdict(self.decisions), "left_out": reasons}

@@ -10,6 +10,7 @@ Belongs to the scheduler thread; any thread may read `seconds` and `counts`.
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
@@ -26,19 +27,14 @@ from xinference_xavier.stats.schema import (
 )
 
 _PREFIX = "vllm:xavier_"
-_HELP = {
-    "prefix_cache": "Prompt tokens found in vLLM's own prefix cache.",
-    "local_pool": "Prompt tokens loaded from this replica's pool.",
-    "disk": "Prompt tokens loaded from the host's disk.",
-    "remote": "Prompt tokens loaded after being fetched from another replica.",
-    "computed": "Prompt tokens computed.",
-}
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     return {
-        f"{_PREFIX}{source}_tokens": OffloadingCounterMetadata(documentation=text)
-        for source, text in _HELP.items()
+        f"{_PREFIX}{source.name}_tokens": OffloadingCounterMetadata(
+            documentation=source.metadata["figure"].text
+        )
+        for source in fields(Hits)
     }
 
 

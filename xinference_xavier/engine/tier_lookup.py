@@ -143,14 +143,14 @@ class TierLookup:
         """The request was scheduled, so it stops waiting."""
         self._conclude(request)
         if request.wait is not None:
-            request.wait.count(self.wait_counts, self._clock())
+            request.wait.count(self.wait_counts)
         self.fetches.stop_waiting(request.req_id)
 
     def finished(self, request: Request) -> None:
         self.fetches.stop_waiting(request.req_id)
         self._plans.pop(request, None)
         if request.wait is not None:
-            request.wait.count(self.wait_counts, self._clock())
+            request.wait.count(self.wait_counts)
             if not request.wait.claim.held_by_peer:
                 self._tier.release_claim(request.wait.claim)
 

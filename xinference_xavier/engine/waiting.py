@@ -82,7 +82,7 @@ class Wait:
         self._gave_up = now >= self._began + own + _SLACK * self.claim.seconds
         return not self._gave_up
 
-    def count(self, counts: WaitCounts, now: float) -> None:
+    def count(self, counts: WaitCounts) -> None:
         """The request is scheduled or over; further calls do nothing."""
         if self._is_counted:
             return
@@ -92,7 +92,6 @@ class Wait:
             return
         counts.waited += 1
         counts.given_up += self._gave_up
-        counts.seconds += now - self._began
 
 
 _MAX_WAIT = 0.005  # seconds for a fetch, at a time

@@ -283,8 +283,6 @@ class Names:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.failures = 0
-        """Failures of the file that no client was told of; each is retried."""
         self.failure = "the server starts; ask again"
         """Why no name is known; empty if they are."""
         self._store = store
@@ -423,5 +421,4 @@ class Names:
         return True
 
     def _note(self, what: str, error: Exception) -> None:
-        self.failures += 1
         self._log.warn(what, "the names' file cannot be %s: error=%r", what, error)

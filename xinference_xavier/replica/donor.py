@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple
 
-from xinference_xavier.errors import GrantRefusedError, LinkError
+from xinference_xavier.errors import GrantRefusedError
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
@@ -68,7 +68,6 @@ class Donor:
         self._pool = pool
         self._process = process
         self.grants = Grants(pool, max(1, pool.slots // 2), lifetime)
-        self.refused = 0
 
     def grant(
         self,
@@ -85,20 +84,16 @@ class Donor:
         we were reset meanwhile. Raises GrantRefusedError; LinkError for another version.
         """
         endpoint = self._process.endpoint
-        try:
-            check_request(request)
-            if namespace is None:
-                raise GrantRefusedError("sharing is off")
-            if request.namespace != namespace:
-                raise GrantRefusedError("other namespace")
-            if not trusts(request.consumer):
-                raise GrantRefusedError("not compared")
-            if endpoint is None or not self._process.ready:
-                raise GrantRefusedError("no transfer process")
-            record = self.grants.grant(request.consumer, request.keys, time.monotonic())
-        except (GrantRefusedError, LinkError):
-            self.refused += 1
-            raise
+        check_request(request)
+        if namespace is None:
+            raise GrantRefusedError("sharing is off")
+        if request.namespace != namespace:
+            raise GrantRefusedError("other namespace")
+        if not trusts(request.consumer):
+            raise GrantRefusedError("not compared")
+        if endpoint is None or not self._process.ready:
+            raise GrantRefusedError("no transfer process")
+        record = self.grants.grant(request.consumer, request.keys, time.monotonic())
         held = len(record.rows)
         beyond = request.keys[held : held + 1]
         return Grant(

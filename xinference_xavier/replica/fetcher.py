@@ -280,5 +280,7 @@ class Fetcher:
         try:
             if actor is not None:
                 await within(_RELEASE_TIMEOUT, actor.release(grant_id))
-        except UNREACHABLE:
-            self.counts.fetches.unreleased_grants += 1
+        except UNREACHABLE as error:
+            self._conditions.warn(
+                donor, "grant not released, it will expire: donor=%s error=%r", donor, error
+            )

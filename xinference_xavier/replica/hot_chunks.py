@@ -35,7 +35,6 @@ from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
-from xinference_xavier.stats.schema import WarmJoinStats
 
 logger = logging.getLogger(__name__)
 
@@ -243,14 +242,13 @@ class WarmJoin:
         self._can_fetch = can_fetch
         self.ended = asyncio.Event()
         self._log = RateLimitedLog(logger)
-        self.stats = WarmJoinStats()
+        self._chunks = 0  # that it fetched
 
     async def run(self) -> None:
         try:
             if self._seconds:
                 await self._run()
         except Exception:  # the replica serves all the same
-            self.stats.failures += 1
             logger.exception("warm join failed: incarnation=%s", self._incarnation)
         finally:
             self.ended.set()
@@ -264,13 +262,12 @@ class WarmJoin:
             await asyncio.sleep(_LOOK)
         began = time.monotonic()
         await self._join(began + self._seconds)
-        self.stats.seconds = time.monotonic() - began
-        if self.stats.chunks:
+        if self._chunks:
             logger.info(
                 "warm join: incarnation=%s chunks=%d seconds=%.1f",
                 self._incarnation,
-                self.stats.chunks,
-                self.stats.seconds,
+                self._chunks,
+                time.monotonic() - began,
             )
 
     async def _join(self, deadline: float) -> None:
@@ -301,7 +298,7 @@ class WarmJoin:
             copy_rows(self._fetcher, donor, keys, deadline)
             for donor, keys in chosen(answers, room).items()
         )
-        self.stats.chunks += sum(await asyncio.gather(*copying))
+        self._chunks += sum(await asyncio.gather(*copying))
 
     def _room(self) -> int:
         counts = self._pool.counts()
@@ -316,7 +313,6 @@ class WarmJoin:
             hot: HotChunks = await ask(_CALL_TIMEOUT, address, replica_uid(peer), "hottest", most)
             return Answer(hot, unpack_hot(hot, self._key_bytes))
         except Exception as error:  # whatever it is, others may answer
-            self.stats.failures += 1
             self._log.warn(peer, "no hot chunks: peer=%s error=%r", peer, error)
             return None
 

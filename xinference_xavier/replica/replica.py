@@ -438,16 +438,12 @@ class Replica:
                 pool=schema.PoolStats(
                     *self._pool.counts(), row_bytes, self._cache_rows, self._config.engines
                 ),
-                grants=schema.GrantStats(live=len(self.donor.grants), refused=self.donor.refused),
-                mirror=schema.MirrorStats(keys=len(self.mirror), dropped=self.mirror.dropped),
                 comparison=self.canary.stats,
-                warm_join=self.warm_join.stats,
                 disk=schema.DiskStats() if self._disk is None else self._disk.report(),
                 not_sharing=self._not_sharing(),
                 refused_posts=self._background.refused,
                 transfer_pid=process.pid,
                 transfer_restarts=max(0, process.starts - 1),
-                transfer_failed_calls=process.failed_calls,
                 tracker_failures=self._client.counts.failed,
             )
         )

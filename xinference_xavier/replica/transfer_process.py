@@ -82,7 +82,6 @@ class TransferProcess:
         self._child: _Child | None = None
         self.starts = 0
         self.error: str | None = None  # of the last failed start
-        self.failed_calls = 0
         self._log = RateLimitedLog(logger)
         self._on_ready = on_ready
         self.ready = False
@@ -212,7 +211,6 @@ class TransferProcess:
         try:
             return await within(timeout, getattr(child.actor, method)(*arguments))
         except UNREACHABLE as error:
-            self.failed_calls += 1
             self._log.warn("call", "call failed: method=%s error=%r", method, error)
             raise
 

@@ -93,7 +93,6 @@ class Prefixes:
         return {
             "prefixes": [self.keeper.report(prefix) for prefix in shown],
             "prefix_states": self.keeper.states(model_uid),
-            "prefix_file_failures": self.names.failures,
         }
 
     def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from xinference_xavier.stats.report import read
-from xinference_xavier.stats.schema import NOT_SENT, ModelStatus
+from xinference_xavier.stats.schema import ModelStatus
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class ModelList:
 
     models: tuple[ModelStatus, ...]
     unavailable: dict[str, str]
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Explanation:
     prompt_tokens: int
     chunk_tokens: int
     chunks: tuple[Chunk, ...]
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
@@ -131,7 +131,7 @@ class NamedPrefix:
     created: float
     used: float
     expires: float
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, metadata=NOT_SENT)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:

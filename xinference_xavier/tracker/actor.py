@@ -257,19 +257,12 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def status(self) -> dict[str, Any]:
         """Everything the tracker knows, JSON-able, with the replicas' current stats.
 
-        `refused` counts what exceeded a limit: members, namespaces, watches, reported events and
-        startup errors, claimed chunks. `dropped` counts the keys beyond a replica's limit.
+        `dropped` counts the keys beyond a replica's limit.
         """
         return {
             "model_uid": self._model_uid,
             "enabled": self._namespaces.settings.enabled,
             "watches": self._watch_limit.count,
-            "refused": (
-                self._namespaces.refused
-                + self._watch_limit.refused
-                + self._events.refused
-                + self._startup_errors.refused
-            ),
             "dropped": sum(each.index.dropped for _, each in self._namespaces.items()),
             "namespaces": await fanout.namespaces_status(
                 self._namespaces,

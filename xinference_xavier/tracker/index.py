@@ -276,10 +276,9 @@ class _Claim(NamedTuple):
 
 
 class Claims:
-    """`refused` counts the keys that exceeded `MAX_CLAIMED`."""
+    """At most `MAX_CLAIMED` keys are claimed at a time."""
 
     def __init__(self) -> None:
-        self.refused = 0
         self._claims: dict[bytes, _Claim] = {}
 
     def __len__(self) -> int:
@@ -297,9 +296,7 @@ class Claims:
                 return max(count for count, key in enumerate(keys, 1) if self._is_of(key, owner))
         if len(self._claims) + len(keys) > MAX_CLAIMED:
             self._expire(now)
-        if len(self._claims) + len(keys) > MAX_CLAIMED:
-            self.refused += len(keys)
-        else:
+        if len(self._claims) + len(keys) <= MAX_CLAIMED:
             self._claims |= dict.fromkeys(keys, _Claim(incarnation, now + seconds))
         return 0
 

@@ -27,6 +27,7 @@ from xinference_xavier.events import (
 )
 from xinference_xavier.protocol.tracker import MAX_REPORTED, Member
 from xinference_xavier.runtime.aio import DaemonThreads
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +73,15 @@ class Membership:
 
 
 class StartupErrors:
-    """Why replicas did not start. `refused` counts those beyond `MAX_STARTUP_ERRORS`."""
+    """Why replicas did not start: the first `MAX_STARTUP_ERRORS` that nobody has asked for."""
 
     def __init__(self) -> None:
-        self.refused = 0
         self._causes: dict[str, str] = {}
 
     def record(self, replica: str, cause: str) -> None:
         """Keep `cause` unless there is an earlier one, of which it may be a consequence."""
         if len(self._causes) < MAX_STARTUP_ERRORS or replica in self._causes:
             self._causes.setdefault(replica, cause[:MAX_STARTUP_ERROR])
-        else:
-            self.refused += 1
 
     def pop(self, replica: str) -> str | None:
         return self._causes.pop(replica, None)
@@ -100,14 +98,14 @@ class EventRecord(NamedTuple):
 
 
 class EventLog:
-    """The last `MAX_EVENTS` events. `refused` counts malformed reports."""
+    """The last `MAX_EVENTS` events."""
 
     def __init__(self) -> None:
         # Above all numbers of earlier logs, so that their readers miss no event of this one.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._records: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
         self._added = asyncio.Event()
-        self.refused = 0
+        self._log = RateLimitedLog(logger)
 
     def add(self, event: Event) -> None:
         """Add `event` unless it is there: a report is repeated if its answer was lost."""
@@ -120,13 +118,13 @@ class EventLog:
     def add_reported(self, events: object) -> None:
         """Add the events of a replica, which stays a member even if they are malformed."""
         if not isinstance(events, tuple) or len(events) > MAX_REPORTED:
-            self.refused += 1
+            self._log.warn("report", "a replica's events are no tuple of up to %d", MAX_REPORTED)
             return
         for event in events:
             try:
                 self.add(read_event(event))
             except ValueError:
-                self.refused += 1
+                self._log.warn("event", "an event of a replica is malformed: %.200r", event)
 
     def since(self, number: int) -> list[EventRecord]:
         """The events after `number`, oldest first."""

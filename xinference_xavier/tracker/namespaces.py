@@ -69,18 +69,16 @@ class WatcherBatcher:
 
 
 class WatchLimit:
-    """`count` watches wait now; `refused` counts those beyond `MAX_WATCHES`."""
+    """`count` watches wait now, at most `MAX_WATCHES`."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.refused = 0
 
     @contextlib.contextmanager
     def admit(self, timeout: float) -> Iterator[float]:
         """Count one more watch, and yield the seconds that it may wait. Raises TrackerFullError
         beyond the limit."""
         if self.count >= MAX_WATCHES:
-            self.refused += 1
             raise TrackerFullError(
                 f"{MAX_WATCHES} watches of this model are open; find the client that opens them"
             )
@@ -144,12 +142,6 @@ class Namespaces:
         self._all: dict[str, Namespace] = {}
         # Between two namespaces, until this time at most; by incarnation.
         self._moving: dict[str, tuple[Member, float]] = {}
-        self._refused = 0
-
-    @property
-    def refused(self) -> int:
-        """How many members, namespaces and claimed keys exceeded a limit."""
-        return self._refused + sum(namespace.claims.refused for namespace in self._all.values())
 
     def items(self) -> ItemsView[str, Namespace]:
         return self._all.items()
@@ -184,7 +176,6 @@ class Namespaces:
         namespace = self._all.get(name) or self._create(name)
         is_new = member.incarnation not in namespace.index
         if is_new and sum(len(each.index) for each in self._all.values()) >= MAX_MEMBERS:
-            self._refused += 1
             raise TrackerFullError(
                 f"replica {member.incarnation!r} exceeds the {MAX_MEMBERS} of model "
                 f"{self._model_uid!r}; launch a second model uid"
@@ -231,7 +222,6 @@ class Namespaces:
 
     def _create(self, name: str) -> Namespace:
         if len(self._all) >= MAX_NAMESPACES:
-            self._refused += 1
             raise TrackerFullError(
                 f"namespace {name!r} exceeds the {MAX_NAMESPACES} of model {self._model_uid!r}; "
                 "set the weights version after resets"

@@ -135,8 +135,8 @@ def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request
         (found,) = (each for each in client.status(UID).replicas if each.replica == victim)
         return found
 
-    wait_until(lambda: replica().warm_join.seconds > 0, "it has fetched")
-    assert replica().warm_join.chunks > 20
+    wait_until(lambda: replica().fetches.committed > 0, "it has fetched")
+    assert replica().bytes_received > 20 * replica().pool.row_bytes
     wait_until(lambda: ask(model, COMPLETIONS, "Hello").ok, "xinference has noticed")
     answers = [ask(model, COMPLETIONS, f"{text}What is this?").json() for _ in range(2)]
     for answer in answers:

@@ -36,7 +36,6 @@ def replica(
     stats = {
         "hits": HITS,
         "bytes_received": sum(received.values()),
-        "bytes_sent": 0,
         "received_from": received,
         "fetching": {},
         "fetches": {"started": 12, "committed": 10, "rolled_back": {"timeout": 2}},
