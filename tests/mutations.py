@@ -318,8 +318,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/connector.py",
-        "coordinator.enable_partial_hash_hits\n",
-        "coordinator.enable_partial_hash_hits and False\n",
+        "coordinator.enable_partial_hash_hits,\n",
+        "coordinator.enable_partial_hash_hits and False,\n",
         "after new weights, chunks with a part that the old ones computed are stored",
         ("tests/engine/test_resets.py",),
     ),

@@ -12,7 +12,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,7 @@ from tests.chaos.worker import Job, Worker
 from tests.chaos.workload import prompt
 from tests.engine.scheduling import (
     CHUNK,
-    ONE_GROUP,
-    SERVING,
+    FACTS,
     Request,
     Scheduling,
     chunks,
@@ -88,16 +87,15 @@ class _Live(Scheduling):
     def __init__(self, tier: PeerTier, fetch_timeout: float) -> None:
         self.pool = tier.pool
         self.manager = XavierManager(
+            replace(
+                FACTS,
+                row_bytes=1,
+                min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
+                fetch_timeout=fetch_timeout,
+            ),
             tier.pool,
             tier,
-            layout=ONE_GROUP,
-            serving=SERVING,
-            row_bytes=1,
-            step_tokens=CHUNK,
-            min_fetch_tokens=MIN_FETCH_CHUNKS * CHUNK,
-            adaptive=False,
-            fetch_timeout=fetch_timeout,
-            probes=partial(without_requests, tier.pool),
+            partial(without_requests, tier.pool),
         )
         self.manager.prefill_rate.tokens_per_second = PREFILL_RATE
 

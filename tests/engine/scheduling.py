@@ -7,6 +7,7 @@ and how a fetch ends.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import CanAudit, OwnRequests, Probes
@@ -198,39 +200,39 @@ def without_requests(
     )
 
 
+FACTS = SchedulerFacts(
+    layout=ONE_GROUP,
+    serving=SERVING,
+    row_bytes=ROW_BYTES,
+    step_tokens=CHUNK,
+    min_fetch_tokens=2 * CHUNK,
+    adaptive=False,
+    fetch_timeout=FETCH_TIMEOUT,
+)
+
+
 class Scheduling:
     """A manager over a pool of `slots` rows, and vLLM's scheduler above it."""
 
     def __init__(
         self,
         slots: int = 32,
-        min_fetch_chunks: int = 2,
-        adaptive: bool = False,
+        facts: SchedulerFacts = FACTS,
         name: str = "own",
-        shares: bool = True,
-        step_tokens: int = CHUNK,
         arrivals: Arrivals | None = None,
-        layout: Layout = ONE_GROUP,
-        serving: Serving = SERVING,
         probes: Callable[[Pool, CanAudit], Probes] = without_requests,
+        **other_facts: Any,
     ) -> None:
         self.pool = Pool(slots)
         self.tier = ScriptedTier(self.pool, name)
         self.clock = Clock()
         self.manager = XavierManager(
+            replace(facts, **other_facts),
             self.pool,
             self.tier,
-            layout=layout,
-            serving=serving,
-            row_bytes=ROW_BYTES,
-            step_tokens=step_tokens,
-            min_fetch_tokens=min_fetch_chunks * CHUNK,
-            adaptive=adaptive,
-            fetch_timeout=FETCH_TIMEOUT,
-            probes=partial(probes, self.pool),
-            arrivals=arrivals,
-            shares=shares,
-            clock=self.clock,
+            partial(probes, self.pool),
+            arrivals,
+            self.clock,
         )
 
     def arrive(self, req_id: str, *groups: Sequence[OffloadKey]) -> Request:

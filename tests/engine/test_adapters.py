@@ -256,12 +256,16 @@ class TestRequests:
 
     @staticmethod
     def run(
-        vllm: Scheduling, req_id: str, lora: LoRARequest | None, own_prefix: int = 0
+        vllm: Scheduling,
+        req_id: str,
+        lora: LoRARequest | None,
+        own_prefix: int = 0,
+        reuses_parts: bool = False,
     ) -> int | None:
         """The hits of a request for four chunks, which then stores all of them. vLLM's own cache
-        has the first `own_prefix`."""
+        has the first `own_prefix`, and perhaps a part of a block."""
         request = vllm.ask(4, req_id)
-        hits = vllm.attempt(request, own_prefix, lora_request=lora)
+        hits = vllm.attempt(request, own_prefix, lora_request=lora, reuses_parts=reuses_parts)
         vllm.schedule(request, hits or 0, own_prefix)
         if hits:
             vllm.loaded(request, hits, own_prefix)
@@ -352,8 +356,8 @@ class TestRequests:
     def test_a_part_of_a_block_may_be_the_old_adapters_too(
         self, vllm: Scheduling, tmp_path: Path
     ) -> None:
-        vllm.manager.reuses_partial_blocks = True
         self.run(vllm, "old", request(adapter(tmp_path / "a", "old")))
         vllm.tier.forget()
-        self.run(vllm, "new", request(adapter(tmp_path / "a", "new"), load_inplace=True))
+        new = request(adapter(tmp_path / "a", "new"), load_inplace=True)
+        self.run(vllm, "new", new, reuses_parts=True)
         assert vllm.tier.stored_rows == []

@@ -10,6 +10,7 @@ from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_events import MEDIUM_GPU
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.engine.vllm_scheduler import (
@@ -35,10 +36,9 @@ def test_vllm_and_the_spec_get_the_chunk_size(
     """vLLM 0.33 and later also derive sliding windows from it, before there is a spec."""
     config = engine_config(model_folder, chunk_tokens)
     for _ in range(2):  # one process may make a worker's connector and a scheduler's
-        connector = worker(config, cache_config)
-        assert connector.connector_worker is not None
-        assert connector.connector_worker.spec.blocks_per_chunk == blocks
-        assert connector.connector_worker.spec.config.cache.blocks_per_chunk == blocks
+        spec = worker(config, cache_config)._spec()
+        assert spec.blocks_per_chunk == spec.config.cache.blocks_per_chunk == blocks
+        assert build_offloading_config(config, cache_config).cache.blocks_per_chunk == blocks
 
 
 def test_a_chunk_size_that_does_not_fit_the_model_is_refused(
@@ -52,9 +52,7 @@ def test_a_chunk_is_not_longer_than_the_sliding_window(
     model_folder: Path, cache_config: KVCacheConfig
 ) -> None:
     slide_one_layer(cache_config, 100)
-    connector = worker(engine_config(model_folder), cache_config)
-    assert connector.connector_worker is not None
-    assert connector.connector_worker.spec.blocks_per_chunk == 3
+    assert worker(engine_config(model_folder), cache_config)._spec().blocks_per_chunk == 3
 
 
 def test_a_load_makes_a_step_that_has_nothing_else(engine: Engine) -> None:

@@ -58,7 +58,7 @@ class TestLookup:
     def test_only_a_run_of_four_chunks_that_one_peer_holds_is_fetched(
         self, own: int, held: dict[str, range], hits: int | None
     ) -> None:
-        vllm = Scheduling(min_fetch_chunks=4)
+        vllm = Scheduling(min_fetch_tokens=4 * CHUNK)
         keys = chunks("prompt", 6)
         vllm.fill(keys[:own])
         vllm.tier.peers_hold(**{peer: [keys[n] for n in numbers] for peer, numbers in held.items()})

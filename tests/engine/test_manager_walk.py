@@ -32,7 +32,7 @@ class Walk:
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self.draw = draw
-        self.vllm = Scheduling(SLOTS, min_fetch_chunks=2)
+        self.vllm = Scheduling(SLOTS)
         self.arrived = 0
         self.jobs: list[Job] = []
         self.stale: list[Job] = []  # from before a reset: under way, but not reported

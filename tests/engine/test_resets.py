@@ -82,10 +82,7 @@ def test_blocks_that_vllm_refused_to_forget_are_not_stored(engine: Engine) -> No
 
 def test_nor_are_those_of_which_vllm_may_have_reused_a_part(engine: Engine) -> None:
     """It does not tell."""
-    manager = engine.scheduler.kv_cache_manager
-    manager.coordinator.enable_partial_hash_hits = True
-    del manager.reset_prefix_cache  # what the connector has put there
-    engine.connector.bind_kv_cache_manager(manager)
+    engine.scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits = True
     assert computed(engine, "runs", tokens=100) == len(PROMPT)
     assert not vllms_own(engine)
     engine.ask("other", [token + 1000 for token in PROMPT], tokens=2)

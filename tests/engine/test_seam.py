@@ -94,7 +94,6 @@ FIELDS = {
 """Attributes of vLLM's classes that we read."""
 
 TEXTS: dict[Callable[..., object], tuple[str, ...]] = {
-    OffloadingConnector.__init__: ("self.connector_scheduler",),
     scheduler.OffloadingConnectorScheduler.__init__: ("self.manager",),
     base.OffloadingSpec.__init__: ("self.kv_events_config",),
     build_offloading_config: ('.get("blocks_per_chunk")',),
@@ -177,6 +176,17 @@ def test_a_failed_job_ends_the_engine() -> None:
     """`HostWorker` relies on it."""
     source = inspect.getsource(worker.OffloadingConnectorWorker.get_finished)
     assert "assert transfer_result.success" in source
+
+
+def test_we_make_all_that_vllm_s_connector_would_make() -> None:
+    """`WorkerSide` calls the constructor of its base instead of its own."""
+    made = inspect.getsource(OffloadingConnector.__init__)
+    assert {*re.findall(r"self\.(\w+)[:\s]", made)} == {
+        "_canonical_layout",  # which nothing reads
+        "connector_scheduler",
+        "connector_worker",
+    }
+    assert "_canonical_layout" not in inspect.getsource(OffloadingConnector).replace(made, "")
 
 
 def test_vllm_flushes_old_jobs_at_a_reset() -> None:

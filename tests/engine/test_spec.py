@@ -29,16 +29,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from tests.engine.any_version import called
 from tests.engine.caches import BLOCKS, cell_bytes, kv_caches, pages_of
 from tests.engine.vllm_scheduler import engine_config
-from xinference_xavier.config import XAVIER, XavierConfig
+from xinference_xavier.config import XavierConfig
+from xinference_xavier.engine import identity
 from xinference_xavier.engine import spec as spec_module
+from xinference_xavier.engine.facts import EngineFacts, of_engine
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import (
-    ENGINE,
-    MIN_ROWS,
-    WorkerNote,
-    XavierSpec,
-    rows_of,
-)
+from xinference_xavier.engine.spec import MIN_ROWS, WorkerNote, XavierSpec, rows_of
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool import region as region_module
@@ -58,7 +54,7 @@ def options(**values: object) -> XavierConfig:
     )
 
 
-def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) -> OffloadingConfig:
+def offloading_config(*, rank: int = 0, workers: int = 1) -> OffloadingConfig:
     layers = ("layer.0", "layer.1")
     return OffloadingConfig(
         groups=(
@@ -68,7 +64,7 @@ def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) 
         ),
         worker_kv_bytes_per_block=BLOCK_BYTES,
         enable_kv_cache_events=False,
-        extra_config={XAVIER: xavier.to_dict()},
+        extra_config={},
         engine_id=str(uuid.uuid4()),
         model=OffloadingModelConfig("model", "float32"),
         cache=OffloadingCacheConfig(BLOCK_TOKENS, BLOCKS_PER_CHUNK),
@@ -88,13 +84,29 @@ def offloading_config(xavier: XavierConfig, *, rank: int = 0, workers: int = 1) 
     )
 
 
-def test_a_pool_of_no_given_size_holds_the_cache() -> None:
+@pytest.fixture
+def engine(model_folder: Path, cache_config: KVCacheConfig) -> EngineFacts:
+    vllm_config = engine_config(model_folder)
+    return replace(
+        EngineFacts.read(of_engine(vllm_config), vllm_config, cache_config),
+        config=options(),
+        offloading=offloading_config(),
+    )
+
+
+def worker_of(engine: EngineFacts, caches: CanonicalKVCaches) -> HostWorker:
+    worker = XavierSpec(engine).get_worker(caches)
+    assert isinstance(worker, HostWorker)
+    return worker
+
+
+def test_a_pool_of_no_given_size_holds_the_cache(engine: EngineFacts) -> None:
     """Its size is known to the scheduler's side, too."""
-    config = offloading_config(options(pool_bytes=None))
-    config = replace(config, cache=replace(config.cache, blocks_per_chunk=1))
-    worker = XavierSpec(config).get_worker(kv_caches([PAGES]))
+    single = replace(engine.offloading, cache=OffloadingCacheConfig(BLOCK_TOKENS, 1))
+    engine = replace(engine, config=options(pool_bytes=None), offloading=single)
+    worker = worker_of(engine, kv_caches([PAGES]))
     try:
-        region = receive_region(config.engine_id, timeout=5)
+        region = receive_region(single.engine_id, timeout=5)
         assert region.rows == BLOCKS
         assert WorkerNote(*json.loads(region.note)).cache_rows == BLOCKS
     finally:
@@ -196,20 +208,18 @@ def test_a_refusal_names_the_least_size_in_the_option_s_units() -> None:
 
 
 def test_replicas_whose_workers_have_other_pages_do_not_meet(
-    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    engine: EngineFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a worker knows what its pages are like. Their sizes may be equal."""
     replicas: list[Replica] = []
     monkeypatch.setattr(Replica, "start", lambda replica: replicas.append(replica))
-    engine = engine_config(model_folder), cache_config
 
     def namespace(kernels: str, block_bytes: int = BLOCK_BYTES) -> str:
-        config = replace(offloading_config(options()), worker_kv_bytes_per_block=block_bytes)
-        spec = XavierSpec(config)
-        spec.describe = lambda _: WorkerNote([{"kernels": [kernels]}], True, {})
-        worker = spec.get_worker(kv_caches([PAGES]))
-        config.extra_config[ENGINE] = engine
-        XavierSpec(config).get_manager()
+        monkeypatch.setattr(identity, "page_format", lambda *_: [{"kernels": [kernels]}])
+        offloading = replace(offloading_config(), worker_kv_bytes_per_block=block_bytes)
+        facts = replace(engine, offloading=offloading)
+        worker = worker_of(facts, kv_caches([PAGES]))
+        XavierSpec(facts).get_manager()
         worker.shutdown()
         return replicas[-1]._namespace.current
 
@@ -221,7 +231,7 @@ def test_replicas_whose_workers_have_other_pages_do_not_meet(
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_pool_counts_what_others_on_its_host_have_still_to_take(
-    monkeypatch: pytest.MonkeyPatch, when: str
+    engine: EngineFacts, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setattr(region_module, "_FILE", uuid.uuid4().hex)  # hidden from other tests
     create = Region.create
@@ -235,17 +245,19 @@ def test_a_pool_counts_what_others_on_its_host_have_still_to_take(
         after_another(1, MiB).close()
     else:
         monkeypatch.setattr(Region, "create", after_another)
-    spec = XavierSpec(offloading_config(options()))
     with pytest.raises(ConfigError, match="with what other pools on this host have still to take"):
-        spec.get_worker(kv_caches([PAGES]))
+        worker_of(engine, kv_caches([PAGES]))
     monkeypatch.setattr(Region, "create", create)
     theirs.pop().close()
-    spec.get_worker(kv_caches([PAGES])).shutdown()
+    worker_of(engine, kv_caches([PAGES])).shutdown()
 
 
 @pytest.mark.parametrize("patience", ["600", "0"])
 def test_a_pool_for_a_device_is_allocated_before_it_is_pinned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience: str
+    engine: EngineFacts,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    patience: str,
 ) -> None:
     """However large it is. vLLM waits meanwhile: the log says for what, and warns in time."""
     monkeypatch.setattr(spec_module, "_POPULATE_AT_ONCE", ROW_ALIGNMENT)
@@ -259,7 +271,7 @@ def test_a_pool_for_a_device_is_allocated_before_it_is_pinned(
         region.cleanup()
 
     monkeypatch.setattr(spec_module, "device_worker", pin)
-    XavierSpec(offloading_config(options())).get_worker(kv_caches([PAGES]))
+    XavierSpec(engine).get_worker(kv_caches([PAGES]))
     assert missing == [0]
     created, *lines = caplog.messages
     assert created.startswith("pool created: ")
@@ -277,16 +289,15 @@ class TestWorkers:
         return [kv_caches([PAGES], seed=rank) for rank in range(2)]
 
     @pytest.fixture
-    def workers(self, caches: list[CanonicalKVCaches]) -> Iterator[list[HostWorker]]:
-        first = offloading_config(options(), workers=2)
+    def workers(
+        self, engine: EngineFacts, caches: list[CanonicalKVCaches]
+    ) -> Iterator[list[HostWorker]]:
+        first = offloading_config(workers=2)
         with ExitStack() as stack:
             made = []
             for rank in range(2):
-                parallel = replace(first.parallel, rank=rank)
-                spec = XavierSpec(replace(first, parallel=parallel))
-                worker = spec.get_worker(caches[rank])
-                assert isinstance(worker, HostWorker)
-                assert spec.get_worker(caches[rank]) is worker
+                own = replace(first, parallel=replace(first.parallel, rank=rank))
+                worker = worker_of(replace(engine, offloading=own), caches[rank])
                 stack.callback(worker.shutdown)
                 made.append(worker)
             yield made
@@ -313,16 +324,16 @@ class TestWorkers:
             for source, copy in zip(range(4), range(8, 12), strict=True):
                 assert pages_of(cache, 0, copy) == pages_of(cache, 0, source)
 
-    def test_workers_that_disagree_on_the_layout_do_not_start(self) -> None:
-        first = offloading_config(options(), workers=2)
-        worker = XavierSpec(first).get_worker(kv_caches([PAGES]))
+    def test_workers_that_disagree_on_the_layout_do_not_start(self, engine: EngineFacts) -> None:
+        first = offloading_config(workers=2)
+        worker = worker_of(replace(engine, offloading=first), kv_caches([PAGES]))
         other = replace(
             first,
             parallel=replace(first.parallel, rank=1),
             cache=replace(first.cache, blocks_per_chunk=2),
         )
         with pytest.raises(RegionError, match="this process expects"):
-            XavierSpec(other).get_worker(kv_caches([PAGES]))
+            worker_of(replace(engine, offloading=other), kv_caches([PAGES]))
         worker.shutdown()
 
 
@@ -331,17 +342,21 @@ STAGES_POOL = 2 << 20
 SLOT = 5
 
 
-def stage_config(rank: int, engine_id: str) -> OffloadingConfig:
-    config = offloading_config(options(pool_bytes=STAGES_POOL), rank=rank, workers=len(STAGES))
+def stage_facts(engine: EngineFacts, rank: int) -> EngineFacts:
+    offloading = offloading_config(rank=rank, workers=len(STAGES))
     return replace(
-        config,
-        engine_id=engine_id,
-        worker_kv_bytes_per_block=STAGES[rank] * PAGES[0],
-        parallel=replace(config.parallel, tp_size=1, pp_size=len(STAGES)),
+        engine,
+        config=options(pool_bytes=STAGES_POOL),
+        offloading=replace(
+            offloading,
+            engine_id=engine.offloading.engine_id,
+            worker_kv_bytes_per_block=STAGES[rank] * PAGES[0],
+            parallel=replace(offloading.parallel, tp_size=1, pp_size=len(STAGES)),
+        ),
     )
 
 
-def stage(rank: int, engine_id: str, meeting: Path, pipe: Connection) -> None:
+def stage(rank: int, engine: EngineFacts, meeting: Path, pipe: Connection) -> None:
     """A stage's worker, which stores a chunk and, when told to, loads it into other blocks."""
     torch.distributed.init_process_group(
         "gloo", f"file://{meeting}", world_size=len(STAGES), rank=rank
@@ -350,7 +365,7 @@ def stage(rank: int, engine_id: str, meeting: Path, pipe: Connection) -> None:
     pipeline = SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
     caches = kv_caches([PAGES[:1] * STAGES[rank]], seed=rank)
     with patch.object(spec_module, "get_pp_group", lambda: pipeline):
-        worker = XavierSpec(stage_config(rank, engine_id)).get_worker(caches)
+        worker = worker_of(stage_facts(engine, rank), caches)
     blocks = GPULoadStoreSpec([0, 1, 2, 3], group_sizes=[4], block_indices=[0])
     worker.submit_store(1, blocks, CPULoadStoreSpec([SLOT]))
     worker.wait({1})
@@ -365,16 +380,15 @@ def stage(rank: int, engine_id: str, meeting: Path, pipe: Connection) -> None:
 
 @pytest.mark.process
 def test_stages_with_different_numbers_of_layers_share_rows(
-    tmp_path: Path, model_folder: Path, cache_config: KVCacheConfig
+    tmp_path: Path, engine: EngineFacts
 ) -> None:
     """vLLM gives each stage's worker its own layers only, and the scheduler's side the first's."""
     context = multiprocessing.get_context("spawn")
-    engine_id = str(uuid.uuid4())
     pipes, processes = [], []
     try:
         for rank in range(len(STAGES)):
             ours, theirs = context.Pipe()
-            arguments = (rank, engine_id, tmp_path / "meeting", theirs)
+            arguments = (rank, engine, tmp_path / "meeting", theirs)
             process = context.Process(target=stage, args=arguments, daemon=True)
             process.start()
             theirs.close()  # then a stage that fails ends the wait for it
@@ -384,16 +398,16 @@ def test_stages_with_different_numbers_of_layers_share_rows(
         for pipe in pipes:
             pipe.send("load")
         assert [pipe.recv() for pipe in pipes] == [True] * len(STAGES)
-        config = stage_config(0, engine_id)
-        config.extra_config[ENGINE] = engine_config(model_folder), cache_config
-        manager = XavierSpec(config).get_manager()
-        assert isinstance(manager, XavierManager)
+        spec = XavierSpec(stage_facts(engine, 0))
         try:
+            manager = spec.get_manager()
+            assert isinstance(manager, XavierManager)
             cells = BLOCKS_PER_CHUNK * PAGES[0] * sum(STAGES)
-            assert 0 <= manager.row_bytes - cells < ROW_ALIGNMENT
-            assert manager.pool.slots == STAGES_POOL // manager.row_bytes
+            row_bytes = manager.facts.row_bytes
+            assert 0 <= row_bytes - cells < ROW_ALIGNMENT
+            assert manager.pool.slots == STAGES_POOL // row_bytes
         finally:
-            manager.shutdown()
+            spec.close()
     finally:
         for process in processes:
             process.kill()

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -18,8 +19,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, Transfe
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
-from tests.engine.vllm_scheduler import engine_config
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, engine_config
 from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, OnlyLoads, _Placement
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
@@ -334,6 +336,8 @@ def test_cleaning_up_twice_is_harmless(region: Region) -> None:
 # -- the worker's connector --------------------------------------------------------------------
 
 CACHES = kv_caches([[64]])
+LAYERS = {name: torch.zeros(16, 2, BLOCK_TOKENS, 4, 64) for name in ("layer.0", "layer.1")}
+"""Tensors as `cache_config` describes them."""
 
 
 class Watched(HostWorker):
@@ -372,11 +376,14 @@ class Steps:
 
 
 @pytest.fixture
-def step(model_folder: Path, cache_config: KVCacheConfig) -> Iterator[Steps]:
+def step(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Steps]:
     connector = XavierConnector(engine_config(model_folder), KVConnectorRole.WORKER, cache_config)
-    assert connector.connector_worker is not None
     region = Region.create(2, cell_bytes(CACHES, 1))
-    connector.connector_worker.worker = worker = Watched(region)
+    worker = Watched(region)
+    monkeypatch.setattr(XavierSpec, "get_worker", lambda *_: worker)
+    connector.register_kv_caches(LAYERS)
     yield Steps(connector, worker)
     connector.shutdown()
     region.close()

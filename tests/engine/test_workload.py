@@ -24,9 +24,9 @@ from tests.engine.vllm_scheduler import BLOCK_TOKENS, NOBODY, Engine, MakeEngine
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import connector as connector_module
 from xinference_xavier.engine import workload as workload_module
+from xinference_xavier.engine.facts import serving_of
 from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.probes import Probe
-from xinference_xavier.engine.spec import serving_of
 from xinference_xavier.engine.workload import (
     _OVERHEAD,
     _SPEED,
@@ -531,9 +531,8 @@ class TestVllm:
 
 
 def test_a_prefix_cache_keeps_what_it_holds_until_as_much_was_written_again() -> None:
-    retention = Retention()
-    assert retention.seconds(0.0) == 0.0, "an engine without a prefix cache keeps nothing"
-    retention.capacity = 1000
+    assert Retention(0).seconds(0.0) == 0.0, "an engine without a prefix cache keeps nothing"
+    retention = Retention(1000)
     assert retention.seconds(2.0) == Retention.LONGEST, "nothing was evicted yet"
     for second in range(4, 24, 2):
         retention.wrote(200)  # at 100 tokens per second

@@ -31,11 +31,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.engine.any_version import called
-from tests.engine.scheduling import ROW_BYTES, Scheduling, without_requests
+from tests.engine.scheduling import CHUNK, ROW_BYTES, Scheduling, without_requests
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import ENGINE, XavierSpec, longest_probe, serving_of
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.waiting import Arrivals
 
 BLOCK_TOKENS = 32
@@ -156,22 +157,20 @@ class Engine:
         self.own: Scheduling
 
         def manager(spec: XavierSpec) -> XavierManager:
-            layout = spec.layout(*spec.extra_config[ENGINE])
+            facts, layout = spec.facts, spec.facts.layout(spec)
             self.own = Scheduling(
                 slots=64,
-                layout=layout,
-                serving=serving_of(
-                    spec._xavier, layout, ROW_BYTES, config.scheduler_config.max_num_seqs
-                ),
+                facts=SchedulerFacts.of_region(facts, layout, ROW_BYTES, shares=True),
                 probes=partial(
                     without_requests,
                     chunk_tokens=layout.chunk_tokens,
-                    max_tokens=longest_probe(config, caches),
+                    max_tokens=facts.longest_probe,
                     vocabulary=config.model_config.get_vocab_size(),
                     audits=True,
                 ),
-                step_tokens=config.scheduler_config.max_num_batched_tokens,
                 arrivals=Arrivals.at(config),
+                min_fetch_tokens=2 * CHUNK,
+                adaptive=False,
             )
             return self.own.manager
 

@@ -9,6 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -54,8 +55,9 @@ from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine import connector as connector_module
 from xinference_xavier.engine import identity
 from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.spec import ENGINE, XavierSpec, serving_of
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.pool.pool import Pool, Row, RowState
 from xinference_xavier.pool.region import Region
@@ -177,20 +179,20 @@ class Replica:
             return self.copy_jobs
 
         def manager(spec: XavierSpec) -> OffloadingManager:
-            groups = spec.layout(*spec.extra_config[ENGINE])
+            groups = spec.facts.layout(spec)
             self.manager = Manager(
+                replace(
+                    SchedulerFacts.of_region(
+                        spec.facts, groups, self.region.row_bytes, shares=True
+                    ),
+                    min_fetch_tokens=groups.chunk_tokens,
+                    adaptive=options.adaptive,
+                ),
                 self.pool,
                 self.peers,
-                layout=groups,
-                serving=serving_of(spec._xavier, groups, self.region.row_bytes, slots=1),
-                row_bytes=self.region.row_bytes,
-                step_tokens=options.step_tokens,
-                min_fetch_tokens=groups.chunk_tokens,
-                adaptive=options.adaptive,
-                fetch_timeout=5.0,
-                probes=partial(without_requests, self.pool),
-                arrivals=_NoWaits(self._interrupted),
-                clock=self.clock,
+                partial(without_requests, self.pool),
+                _NoWaits(self._interrupted),
+                self.clock,
             )
             self.manager.interrupt = self._interrupted
             self.manager.check_loaded = self._check_loaded

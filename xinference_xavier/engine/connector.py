@@ -1,12 +1,15 @@
-"""vLLM's offloading connector, which passes on what a spec and a manager cannot see.
+"""vLLM's offloading connector, which passes on what a manager cannot see.
 
-A spec gets no `VllmConfig`, which the namespace depends on, and is made too late to choose the
-chunk size. A manager does not see how many of a request's tokens vLLM's own prefix cache served.
+vLLM makes one in the scheduler's process, before its KV cache manager, and one in each worker,
+before its KV caches. vLLM's own class would make a spec from nothing but a summary of its two
+configurations. Ours is made from `EngineFacts`, and a worker's also from its KV caches. A manager
+does not see how many of a request's tokens vLLM's own prefix cache served.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,32 +23,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     TransferJob,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.core.block_pool import BlockPool
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
-from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from xinference_xavier import vllm_versions
-from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.engine import compat
+from xinference_xavier.engine.facts import EngineFacts, of_engine
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
-from xinference_xavier.engine.identity import page_format
-from xinference_xavier.engine.keys import chunk_tokens_for, stores_whole_chunks, window_tokens
+from xinference_xavier.engine.keys import stores_whole_chunks
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.process import log_like_vllm
-from xinference_xavier.engine.sketches import describe_pages
-from xinference_xavier.engine.spec import ENGINE, WorkerNote, XavierSpec
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.unsupported import refuse_unsupported
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import OnlyLoads, WorkerSide
 from xinference_xavier.engine.workload import goes_on, step_of, without_quiet
-from xinference_xavier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -59,36 +63,22 @@ class XavierConnector(WorkerSide):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         log_like_vllm()
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None, "vLLM makes a connector from a transfer configuration"
-        extra = transfer.kv_connector_extra_config
-        self._config = XavierConfig.from_dict(extra[XAVIER])
-        vllm_versions.check(vllm.__version__, self._config.untested_vllm)
+        config = of_engine(vllm_config)
+        vllm_versions.check(vllm.__version__, config.untested_vllm)
         refuse_unsupported(vllm_config)
-        offloading = _offloading_config(vllm_config, kv_cache_config)
-        block_tokens = [group.tokens_per_block for group in offloading.groups]
-        groups = {
-            group.group_id: kv_cache_config.kv_cache_groups[group.group_id]
-            for group in offloading.groups
-        }
-        windows = [window_tokens(group) for group in groups.values()]
-        chunk_tokens = chunk_tokens_for(self._config, block_tokens, windows)
-        self._groups = groups
-        self._arrivals = Arrivals.at(vllm_config)
-        self._blocks_per_chunk = chunk_tokens // max(block_tokens)
-        # vLLM's own entry. Since 0.33, not only the spec reads it.
-        extra["blocks_per_chunk"] = self._blocks_per_chunk
-        extra[ENGINE] = vllm_config, kv_cache_config
+        self._facts = EngineFacts.read(config, vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config, Arrivals.at(vllm_config))
         self._asked = False  # vLLM's scheduler, since it built metadata
         self._is_reset = False  # and nothing was scheduled since
         self._reset_is_due = False  # of vLLM's own prefix cache, which it refused
         self._unflushed_steps: int | None = None
         """Steps that have to end until no job from before the latest reset is under way."""
         self._counted = False  # something, since the latest stats
-        super().__init__(vllm_config, role, kv_cache_config)
-        del extra[ENGINE]
+        self._closing = ExitStack()
         if role is KVConnectorRole.SCHEDULER:
-            assert self.connector_scheduler is not None
+            self.connector_scheduler = OffloadingConnectorScheduler(
+                self._spec(), vllm_config, kv_cache_config
+            )
             manager = self.connector_scheduler.manager
             assert isinstance(manager, XavierManager)
             self._manager, self._steps, self._workload = manager, manager.steps, manager.workload
@@ -101,23 +91,20 @@ class XavierConnector(WorkerSide):
             if vllm_versions.is_newer(vllm.__version__):
                 logger.warning("sharing was never tested with this vLLM: vllm=%s", vllm.__version__)
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        tokens = min(group.kv_cache_spec.block_size for group in self._groups.values())
-        self._workload.free_tokens = lambda: gpu_block_pool.get_num_free_blocks() * tokens
-        self._workload.kv_tokens = capacity = self._workload.free_tokens()  # all are free now
-        if gpu_block_pool.enable_caching:
-            self._workload.retention.capacity = capacity
-
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._manager.reuses_partial_blocks = kv_cache_manager.coordinator.enable_partial_hash_hits
-        self._reset_prefix_cache = kv_cache_manager.reset_prefix_cache
         # vLLM does not tell its connector, unless it is asked to. But who resets the prefix cache
         # has perhaps changed the weights, and our rows are of the old ones.
         kv_cache_manager.reset_prefix_cache = self._reset_both  # type: ignore[method-assign]
 
+    @property
+    def _cache(self) -> KVCacheManager:
+        """vLLM makes it after the connector, and binds it before the first request."""
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager
+
     def _reset_own(self) -> bool:
-        done = self._reset_prefix_cache()
+        done = KVCacheManager.reset_prefix_cache(self._cache)
         self._reset_is_due = not done
         self._manager.on_prefix_cache_reset(done)
         return done
@@ -147,19 +134,24 @@ class XavierConnector(WorkerSide):
         self._manager.prefix_cache_is_stale = True
         self.reset_cache()
 
+    def _spec(self, layers: Mapping[str, torch.Tensor] = {}) -> XavierSpec:
+        """The spec of one side: `layers` are a worker's KV caches."""
+        kind = OffloadingSpecFactory.get_spec_cls(self._facts.offloading.extra_config)
+        assert issubclass(kind, XavierSpec)
+        spec = kind(self._facts, layers)
+        self._closing.callback(spec.close)
+        return spec
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self.connector_worker is not None
-        spec = self.connector_worker.spec
-        assert isinstance(spec, XavierSpec)
-        cache = self._vllm_config.cache_config
-        spec.describe = lambda pages: WorkerNote(
-            page_format(self._vllm_config, self._kv_cache_config, kv_caches),
-            bool(cache.enable_prefix_caching),
-            describe_pages(
-                self._groups, kv_caches, pages, self._blocks_per_chunk, cache.cache_dtype
-            ),
+        """vLLM calls this once, before a worker's first step."""
+        self.connector_worker = OffloadingConnectorWorker(
+            self._spec(kv_caches), self._vllm_config, self._kv_cache_config
         )
         super().register_kv_caches(kv_caches)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._closing.close()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -172,6 +164,7 @@ class XavierConnector(WorkerSide):
             request.cache_salt,
             # vLLM's keys do not say which positions of a mixed prompt are embeddings.
             ambiguous=request.prompt_is_token_ids is not None,
+            reuses_parts=self._cache.coordinator.enable_partial_hash_hits,
         )
         self._found(request, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -238,8 +231,8 @@ class XavierConnector(WorkerSide):
         assert self.connector_scheduler is not None
         assert isinstance(job.src_spec, GPULoadStoreSpec)
         keys = self.connector_scheduler._jobs[job_id].keys
-        specs = {number: group.kv_cache_spec for number, group in self._groups.items()}
-        if not stores_whole_chunks(job.src_spec, keys, specs, self._blocks_per_chunk):
+        specs = {number: group.kv_cache_spec for number, group in self._facts.groups.items()}
+        if not stores_whole_chunks(job.src_spec, keys, specs, self._facts.blocks_per_chunk):
             self._manager.void_store(job.req_id, keys)
 
     def request_finished_all_groups(
@@ -266,6 +259,9 @@ class XavierConnector(WorkerSide):
     def take_events(self) -> Iterable[KVCacheEvent]:
         """End the step: vLLM calls this once per step, when it has the step's output. It has events
         of its own blocks; the pool has none."""
+        self._workload.free_tokens = (
+            self._cache.block_pool.get_num_free_blocks() * self._facts.block_tokens
+        )
         ended = self._steps.end(time.monotonic())
         if self._unflushed_steps is not None and ended is not None:
             self._unflushed_steps -= 1
@@ -286,15 +282,3 @@ class XavierConnector(WorkerSide):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         counted, self._counted = self._counted, False
         return super().get_kv_connector_stats() if counted else None
-
-
-def _offloading_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> OffloadingConfig:
-    try:
-        return build_offloading_config(vllm_config, kv_cache_config)
-    except AssertionError as error:  # the groups' block sizes have no common hash size
-        raise ConfigError(
-            "enable_prefix_caching",
-            vllm_config.cache_config.enable_prefix_caching,
-            f"does not suit this model's KV cache: {error}",
-            "launch with enable_prefix_caching=True, or without enable_xavier",
-        ) from error

@@ -34,8 +34,8 @@ from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import key_positions, load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.engine.donors import DonorSelection
+from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
-from xinference_xavier.engine.keys import Layout
 from xinference_xavier.engine.metrics import CommonBeginnings, FirstTokenTimes, stats_of
 from xinference_xavier.engine.probes import CanAudit, Probes
 from xinference_xavier.engine.request import Fetches, Jobs, Phase, Request
@@ -44,7 +44,6 @@ from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Steps, Workload
 from xinference_xavier.pool.pool import Pool, Reservation, Row
 from xinference_xavier.pool.tier import DISK, Tier
-from xinference_xavier.protocol.load import Serving
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.hot_chunks import MAX_REQUESTS
 from xinference_xavier.stats.report import add
@@ -65,41 +64,27 @@ def _nothing_to_store() -> PrepareStoreOutput:
 
 
 class XavierManager(OffloadingManager):
-    """`on_shutdown` ends the owner of `tier`. Unless it `shares`, it stores and loads nothing."""
-
     def __init__(
         self,
+        facts: SchedulerFacts,
         pool: Pool,
         tier: Tier,
-        *,
-        layout: Layout,
-        serving: Serving,
-        row_bytes: int,
-        step_tokens: int,
-        min_fetch_tokens: int,
-        adaptive: bool,
-        fetch_timeout: float,
         probes: Callable[[CanAudit], Probes],
         arrivals: Arrivals | None = None,
-        shares: bool = True,
-        on_shutdown: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_tokens` are computed in one step at most. `probes` makes them, given when they may
-        audit. `arrivals` end an idle engine's wait; without, it never waits."""
-        self.row_bytes = row_bytes
+        """`probes` makes them, given when they may audit. `arrivals` end an idle engine's wait;
+        without, it never waits."""
+        self.facts = facts
         self.pool, self._held = pool, pool.held
         self._tier, self._holders = tier, tier.holders
-        self._on_shutdown = on_shutdown
+        self.probes = probes(self._can_audit)
         self.errors = SchedulerErrors(logger)
         self.requests: dict[str, Request] = {}  # unfinished ones by id
         self.adapters = Adapters(clock)
         self.prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
-        self.reuses_partial_blocks = False  # vLLM, without telling us
-        self.shares = shares
-        self._all_share = shares  # all requests, so far
+        self._all_share = facts.shares  # all requests, so far
         self._finished_requests = 0
-        self.layout = layout
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._unreported = Hits()  # of them, to vLLM
@@ -107,12 +92,10 @@ class XavierManager(OffloadingManager):
         self._beginnings = CommonBeginnings(self._holders)
         self.settled = True  # the next step has nothing to do, unless vLLM asks for something
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
-        self.probes = probes(self._can_audit)
         self.prefill_rate = PrefillRate()
-        step_cost = StepCost()
-        self.steps = Steps(self.requests, self.prefill_rate, step_cost)
-        self.cost_model = CostModel(row_bytes=row_bytes)
-        fetches = Fetches(pool, self.cost_model, fetch_timeout)
+        self.steps = Steps(self.requests, self.prefill_rate, StepCost())
+        self.cost_model = CostModel(row_bytes=facts.row_bytes)
+        fetches = Fetches(pool, self.cost_model, facts.fetch_timeout)
         self._coming = fetches.by_chunk
         self.selection = DonorSelection(
             pool,
@@ -120,8 +103,8 @@ class XavierManager(OffloadingManager):
             fetches,
             self.prefill_rate,
             self.cost_model,
-            min_fetch_tokens=max(layout.chunk_tokens, min_fetch_tokens),
-            adaptive=adaptive,
+            min_fetch_tokens=facts.min_fetch_tokens,
+            adaptive=facts.adaptive,
         )
         self.tier_lookup = TierLookup(
             pool,
@@ -131,21 +114,13 @@ class XavierManager(OffloadingManager):
             cost_model=self.cost_model,
             steps=self.steps,
             reserve=self._reserve,
-            step_tokens=step_tokens,
-            fetch_timeout=fetch_timeout,
-            mark_key=serving.mark_key,
+            step_tokens=facts.step_tokens,
+            fetch_timeout=facts.fetch_timeout,
+            mark_key=facts.serving.mark_key,
             arrivals=arrivals,
             clock=clock,
         )
-        self.workload = Workload(
-            serving,
-            self.requests,
-            self.steps,
-            self.prefill_rate,
-            step_cost,
-            self.cost_model,
-            clock,
-        )
+        self.workload = Workload(facts, self.requests, self.steps, self.cost_model, clock)
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start; JSON-able. Called by the replica's background thread."""
@@ -173,7 +148,7 @@ class XavierManager(OffloadingManager):
     # -- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        request = Request(req_context, self.layout, excluded=not self.shares)
+        request = Request(req_context, self.facts.layout, excluded=not self.facts.shares)
         self.requests[req_context.req_id] = request
         req_context.set_state(request)
         return RequestOffloadingContext()
@@ -185,11 +160,13 @@ class XavierManager(OffloadingManager):
         lora_request: LoRARequest | None = None,
         salt: str | None = None,
         ambiguous: bool = False,
+        reuses_parts: bool = False,
     ) -> None:
         """vLLM has `prefix_tokens` of the request in its own cache and looks up the rest. If its
-        keys are `ambiguous`, another prompt can have them, too."""
+        keys are `ambiguous`, another prompt can have them, too. If it `reuses_parts` of blocks, it
+        does not tell of which."""
         request = self.requests[req_id]
-        reuses = prefix_tokens > 0 or self.reuses_partial_blocks
+        reuses = prefix_tokens > 0 or reuses_parts
         request.looked_up(prefix_tokens, reuses, self.prefix_cache_is_stale)
         try:
             self.tier_lookup.idle_wait.before_lookups(self.requests.keys(), request.pending)
@@ -401,9 +378,6 @@ class XavierManager(OffloadingManager):
             return None
         hits, self._unreported = self._unreported, Hits()
         return stats_of(hits)
-
-    def shutdown(self) -> None:
-        self._on_shutdown()
 
 
 def _of(context: ReqContext) -> Request:

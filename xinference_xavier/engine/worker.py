@@ -18,12 +18,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -58,15 +67,22 @@ class OnlyLoads(OffloadingConnectorMetadata):
 class WorkerSide(OffloadingConnector):
     """A worker asks it several times in each step, and in each layer. In most steps no job runs,
     and vLLM's own methods take their time to find that out.
-
-    `_arrivals` are those of the worker's engine; None if it never waits.
     """
 
-    _arrivals: Arrivals | None
-
-    def __init__(self, *args: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+        arrivals: Arrivals | None,
+    ) -> None:
+        """`arrivals` are those of the worker's engine; None if it never waits."""
+        # Not the one of `OffloadingConnector`: see `engine.connector`.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self.connector_scheduler: OffloadingConnectorScheduler | None = None
+        self.connector_worker: OffloadingConnectorWorker | None = None
+        self._arrivals = arrivals
         self._jobs = set[int]()  # that this worker has not reported as completed
-        super().__init__(*args)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this at the beginning of each step, before it removes or submits a job."""

@@ -25,6 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from xinference_xavier.engine import compat
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
+from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.request import Request
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
@@ -32,7 +33,6 @@ from xinference_xavier.protocol.load import (
     MAX_REPORTS,
     Load,
     RequestReport,
-    Serving,
     is_prefill,
     reported_id,
 )
@@ -68,9 +68,9 @@ class Steps:
     def __init__(
         self, requests: Mapping[str, Request], prefill_rate: PrefillRate, step_cost: StepCost
     ) -> None:
+        self.prefill_rate = prefill_rate
+        self.step_cost = step_cost
         self._requests = requests
-        self._prefill_rate = prefill_rate
-        self._step_cost = step_cost
         self._pending: deque[Step] = deque()
         self._computing = 0  # pending steps that compute anything
         self._ended = 0.0  # when the latest step ended
@@ -107,12 +107,12 @@ class Steps:
             if not self._computing:
                 self._computed += now - self._busy_since
         if step.prompt_tokens:
-            self._prefill_rate.add(step.prompt_tokens, seconds, step.depth)
+            self.prefill_rate.add(step.prompt_tokens, seconds, step.depth)
             for req_id, tokens in step.prompts.items():
                 if (request := self._requests.get(req_id)) is not None:
                     request.missing -= tokens
         elif step.tokens:
-            self._step_cost.add(step.requests, seconds, self._tokens_of(step))
+            self.step_cost.add(step.requests, seconds, self._tokens_of(step))
         self._answered = step.answered
         return step, seconds
 
@@ -231,9 +231,9 @@ class Retention:
 
     INTERVAL, LONGEST = 2.0, 600.0  # seconds
 
-    def __init__(self) -> None:
-        self.capacity = 0
-        """Tokens; 0 without a prefix cache."""
+    def __init__(self, capacity: int) -> None:
+        """`capacity` is in tokens; 0 without a prefix cache."""
+        self._capacity = capacity
         self._written = 0
         self._marks: deque[tuple[float, int]] = deque(maxlen=int(self.LONGEST / self.INTERVAL))
 
@@ -245,7 +245,7 @@ class Retention:
         written = self._written
         if not self._marks or now - self._marks[-1][0] >= self.INTERVAL:
             self._marks.append((now, written))
-        evicted = written - self.capacity
+        evicted = written - self._capacity
         since = next((at for at, mark in reversed(self._marks) if mark <= evicted), None)
         return self.LONGEST if since is None else min(self.LONGEST, now - since)
 
@@ -255,28 +255,23 @@ _OVERHEAD, _SPEED = 0.01, 1e9
 
 
 class Workload:
-    """`requests` are those that vLLM has, and `steps` what it computes of them. `free_tokens`
-    returns for how many of the `kv_tokens` there are free KV blocks. `clock` returns monotonic
-    seconds."""
+    """`requests` are those that vLLM has, and `steps` what it computes of them. `clock` returns
+    monotonic seconds."""
 
     def __init__(
         self,
-        serving: Serving,
+        facts: SchedulerFacts,
         requests: Mapping[str, Request],
         steps: Steps,
-        prefill_rate: PrefillRate,
-        step_cost: StepCost,
         cost_model: CostModel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.free_tokens: Callable[[], int | None] = lambda: None
-        self.kv_tokens: int | None = None
-        self.retention = Retention()
-        self._serving = serving
+        self.free_tokens = facts.kv_tokens
+        """For so many there were free KV blocks after the latest step."""
+        self.retention = Retention(facts.cached_tokens)
+        self._facts = facts
         self._requests = requests
         self._steps = steps
-        self._prefill_rate = prefill_rate
-        self._step_cost = step_cost
         self._cost_model = cost_model
         self._clock = clock
         self.prompts: deque[RequestReport] = deque(maxlen=MAX_REPORTS)
@@ -334,24 +329,25 @@ class Workload:
         ]
         names = (own_id(req_id) for req_id, _ in known)
         return Load(
-            self._serving,
+            self._facts.serving,
             prefill_tokens=sum(rest for _, rest in missing),
             prefill_s=self._seconds(missing),
             requests=len(all_),
             decoding=sum(each.missing <= MAX_DECODE_TOKENS for _, each in known),
             known=tuple(islice(filter(str.isprintable, names), MAX_KNOWN)),
             rates=self._rates(),
-            step=self._step_cost.line(),
-            free_tokens=self.free_tokens(),
-            kv_tokens=self.kv_tokens,
+            step=self._steps.step_cost.line(),
+            free_tokens=self.free_tokens,
+            kv_tokens=self._facts.kv_tokens,
             retention_s=self.retention.seconds(self._clock()),
         )
 
     def _seconds(self, missing: list[tuple[int, int]]) -> float | None:
-        speed = self._prefill_rate.tokens_per_second
+        rate = self._steps.prefill_rate
+        speed = rate.tokens_per_second
         if speed is None:
             return None
-        seconds = (self._prefill_rate.seconds(total - rest, total) for total, rest in missing)
+        seconds = (rate.seconds(total - rest, total) for total, rest in missing)
         passed = 0.0
         if (computing := self._steps.under_way()) is not None:
             step, since = computing
@@ -359,7 +355,7 @@ class Workload:
         return max(0.0, sum(each or 0.0 for each in seconds) - passed)
 
     def _rates(self) -> tuple[float, float, float, float] | None:
-        line = self._prefill_rate.line()
+        line = self._steps.prefill_rate.line()
         if line is None:
             return None
         rates = [*self._cost_model.rates().values()]
