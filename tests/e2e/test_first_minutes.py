@@ -122,6 +122,6 @@ def test_from_pip_install_to_a_remote_hit_on_the_page(
 
         browser.find('nav a[href="/xavier/"]').click()
         browser.wait_text(".head h2", MODEL)
-        browser.wait(lambda: browser.text("#from-remote") != "0", "the page shows the remote hit")
+        browser.wait(lambda: browser.text("#fetches") != "0", "the page shows the remote hit")
         assert not browser.complaints()
         lap("the page")

@@ -94,29 +94,14 @@ class LaunchDialog:
 
     @property
     def pool(self) -> WebElement:
-        return self._fields("input")[0]
+        return self._browser.find(f"{_SECTION} input")
 
-    @property
-    def queue(self) -> WebElement:
-        return self._fields("input")[1]
-
-    def _fields(self, kind: str) -> list[WebElement]:
-        return self.section.find_elements(By.CSS_SELECTOR, kind)
-
-    def unfold(self, expert: bool = False) -> None:
-        """The options, and those for experts if asked."""
+    def unfold(self) -> None:
+        """Show the options."""
         self._browser.find(f"{_SECTION} summary").click()
-        if expert:
-            self._browser.find(f"{_SECTION} details details summary").click()
-
-    def choose_routing(self, title: str) -> None:
-        Select(self._fields("select")[0]).select_by_visible_text(title)
 
     def choose_backend(self, title: str) -> None:
-        Select(self._fields("select")[1]).select_by_visible_text(title)
-
-    def choose_transport(self, name: str) -> None:
-        Select(self._fields("select")[2]).select_by_value(name)
+        Select(self._browser.find(f"{_SECTION} select")).select_by_visible_text(title)
 
     def _button(self, text: str) -> WebElement:
         return self._browser.find(f"{_DIALOG}//button[normalize-space()='{text}']")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from xinference_xavier.stats.report import read, report
-from xinference_xavier.stats.schema import FirstTokens, RoutingStats
+from xinference_xavier.stats.schema import Counters, FirstTokens, RoutingStats
 
 ROW_BYTES = 2 << 20
 POOL = {
@@ -89,6 +89,10 @@ def model(
     return report({"model_uid": uid, "enabled": enabled, "namespaces": namespaces})
 
 
+def sample(time: float, **counted: Any) -> dict[str, Any]:
+    return {"time": time, **asdict(read(Counters, counted))}
+
+
 def history(until: float, minutes: int = 55) -> dict[str, Any]:
     """Samples every 10 s until `until` (seconds since 1970), of a load that comes and goes. The
     pool of a replica is asked for nothing in the last half hour."""
@@ -112,16 +116,16 @@ def history(until: float, minutes: int = 55) -> dict[str, Any]:
         if step < minutes * 3:
             first_tokens.local_pool.observe(0.08)
         samples.append(
-            {
-                "time": until - 10 * (minutes * 6 - 1 - step),
-                "hits": {name: round(tokens) for name, tokens in hits.items()},
-                "first_tokens": asdict(first_tokens),
-                "bytes_received": round(received),
-                "fetches": {
+            sample(
+                until - 10 * (minutes * 6 - 1 - step),
+                hits={name: round(tokens) for name, tokens in hits.items()},
+                first_tokens=asdict(first_tokens),
+                bytes_received=round(received),
+                fetches={
                     "committed": round(committed),
                     "rolled_back": {"any": round(rolled_back)},
                 },
-            }
+            )
         )
     return {"interval_s": 10, "samples": samples}
 

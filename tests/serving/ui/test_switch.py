@@ -39,28 +39,18 @@ def ours(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_it_sends_what_the_command_line_sends(browser: Browser, stage: Stage) -> None:
-    """It is `--enable_xavier true --xavier_pool_bytes 512MiB --xavier_transport gloo
-    --xavier_routing backlog --xavier_queue 0`, and no more."""
+    """It is `--enable_xavier true --xavier_pool_bytes 512MiB`, and no more."""
     dialog = open_dialog(browser, stage)
     dialog.set_replicas(2)
     assert not dialog.sharing
     dialog.switch.click()
     assert dialog.sharing
-    dialog.unfold(expert=True)
+    dialog.unfold()
     dialog.pool.send_keys("512MiB")
-    dialog.choose_transport("gloo")
-    dialog.choose_routing("to the least busy replica")
-    dialog.queue.send_keys("0")
     browser.screenshot("launch-switch")
     dialog.deploy()
     body = launched(browser, stage)
-    assert ours(body) == {
-        "enable_xavier": True,
-        "xavier_pool_bytes": "512MiB",
-        "xavier_transport": "gloo",
-        "xavier_routing": "backlog",
-        "xavier_queue": 0,
-    }
+    assert ours(body) == {"enable_xavier": True, "xavier_pool_bytes": "512MiB"}
     assert (body["replica"], body["model_engine"]) == ("2", "vLLM")
     assert not browser.complaints()
 
@@ -172,7 +162,7 @@ def test_a_launch_with_options_of_the_built_in_xavier_is_its(
     dialog.switch.click()
     browser.wait(lambda: "built into xinference" in dialog.note, "the note says who gets it")
     dialog.unfold()
-    assert not dialog.pool.is_displayed()
+    assert "Pool size" not in dialog.section.text
     dialog.deploy()
     assert ours(launched(browser, stage)) == {"enable_xavier": True, "xavier_gpu_cache_bytes": 1}
 
@@ -203,27 +193,6 @@ def test_an_invalid_pool_size_is_marked(browser: Browser, stage: Stage) -> None:
     assert "size like 4GiB" in dialog.section.text
     dialog.pool.send_keys(Keys.BACKSPACE * 3, "GiB")
     assert dialog.pool.get_attribute("aria-invalid") == "false"
-
-
-def test_an_invalid_number_of_waiting_requests_is_marked(browser: Browser, stage: Stage) -> None:
-    dialog = open_dialog(browser, stage)
-    dialog.switch.click()
-    dialog.unfold(expert=True)
-    dialog.queue.send_keys("100001")
-    assert dialog.queue.get_attribute("aria-invalid") == "true"
-    assert "a whole number from 0 to 100000" in dialog.section.text
-    dialog.queue.send_keys(Keys.BACKSPACE)
-    assert dialog.queue.get_attribute("aria-invalid") == "false"
-
-
-def test_the_default_way_of_routing_is_not_sent(browser: Browser, stage: Stage) -> None:
-    dialog = open_dialog(browser, stage)
-    dialog.switch.click()
-    dialog.unfold()
-    dialog.choose_routing("in turn")
-    dialog.choose_routing("to the replica that answers first")
-    dialog.deploy()
-    assert ours(launched(browser, stage)) == {"enable_xavier": True}
 
 
 def test_it_speaks_chinese_where_the_page_does(browser: Browser, stage: Stage) -> None:
@@ -260,26 +229,6 @@ def test_by_keyboard(browser: Browser, stage: Stage) -> None:
     dialog.keys("1GiB", Keys.ENTER)
     assert dialog.pool.get_attribute("value") == "1GiB"
     assert not [path for path, _ in stage.posted if path == "/v1/models"]
-
-
-def test_an_unknown_page_works_without_it(browser: Browser, stage: Stage) -> None:
-    """If the form cannot be found, nothing breaks, and our page says how to type the option."""
-    browser.open(f"{stage.address}/launch-model/llm")
-    browser.find('nav a[href="/xavier/"]')
-    browser.run(
-        """
-        const lookalike = document.createElement("div");
-        lookalike.setAttribute("role", "dialog");
-        lookalike.innerHTML = "<form><input name=replica type=number></form>";
-        document.body.append(lookalike);
-        """
-    )
-    browser.wait(
-        lambda: browser.run("return localStorage.getItem('xavier.switch')") == "missing",
-        "the script has noticed",
-    )
-    browser.open(f"{stage.address}/xavier/")
-    assert "the key enable_xavier and the value true" in browser.text("#no-switch")
 
 
 def test_the_menu_leads_to_the_page(browser: Browser, stage: Stage) -> None:

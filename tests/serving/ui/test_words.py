@@ -58,7 +58,6 @@ def test_every_name_of_the_server_has_a_text() -> None:
     assert named("transport_") == set(TRANSPORTS) - {"auto"}
     assert ENGLISH["reasons"].keys() == set(ROLLBACKS)
     assert PAGE.keys() >= set(HIT_SOURCES)
-    assert tuple(ENGLISH["dialog"]["routings"]) == get_args(Routing)
     assert tuple(ENGLISH["dialog"]["backends"]) == get_args(Backend)
 
 
@@ -67,10 +66,12 @@ def test_every_text_is_used() -> None:
     source = "\n".join(path.read_text() for path in FOLDER.rglob("*.js"))
     by_server = re.compile(r"(how|mode|choice|role|prefix|transport)_|[A-Z]")
     plots = {"committed", "rolled_back", "bytes"}
+    troubles = {"signIn", "forbidden", "absent", "tracker", "away"}
     for part in ("page", "dialog"):
         for name in texts(ENGLISH[part]):
             name = name.partition(".")[0]
             known = by_server.match(name) or name in {*HIT_SOURCES, *plots}
+            known = known or name.removesuffix("Help") in troubles
             assert known or re.search(rf"\b{name}\b", source), name
 
 

@@ -18,7 +18,5 @@ export const ANSWER_BOUNDS: number[];
 export const BACKENDS: ("extension" | "builtin")[];
 export const DEFAULT_BACKEND: string;
 export const OWN_OPTIONS: string[];
-export const TRANSPORTS: string[];
-export const MAX_QUEUE: number;
 export const UPSTREAM_OPTIONS: string[];
 export const PAGE_PATH: string;

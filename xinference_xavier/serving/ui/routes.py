@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xinference_xavier._version import __version__
 from xinference_xavier.config import UPSTREAM_OPTIONS, default_backend
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.options import MAX_QUEUE, PARSERS, TRANSPORTS, Backend, Routing
+from xinference_xavier.options import PARSERS, Backend, Routing
 from xinference_xavier.stats.schema import CHOICES, HIT_SOURCES, AnswerSeconds
 
 _END = b"</body>"
@@ -187,8 +187,6 @@ def _constants() -> str:
         "BACKENDS": get_args(Backend),
         "DEFAULT_BACKEND": _default_backend(),
         "OWN_OPTIONS": list(PARSERS),
-        "TRANSPORTS": list(TRANSPORTS),
-        "MAX_QUEUE": MAX_QUEUE,
         "UPSTREAM_OPTIONS": sorted(UPSTREAM_OPTIONS),
         "PAGE_PATH": PAGE_PATH,
     }

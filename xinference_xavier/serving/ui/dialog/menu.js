@@ -1,7 +1,7 @@
 // The entry in xinference's menu, a copy of its neighbour, and the observer of the page.
 
 import { PAGE_PATH } from "../constants.js";
-import { keepSwitches, SEEN, set, switches, words } from "./switch.js";
+import { keepSwitches, words } from "./switch.js";
 
 const NEIGHBOUR = 'nav a[href="/running-model"]';
 const ICON =
@@ -29,7 +29,7 @@ function keepMenuEntry() {
   entry.setAttribute("aria-label", text);
   const title = entry.querySelector("span");
   if (title === null) entry.title = text;
-  else set(title, text);
+  else title.textContent = text;
   const icon = entry.querySelector("svg");
   if (icon !== null) icon.innerHTML = ICON;
   old?.remove();
@@ -58,24 +58,8 @@ function look() {
       part();
     } catch (error) {
       // xinference's page must work without us.
-      localStorage.setItem(SEEN, "failed");
       console.warn("xinference-xavier:", error);
     }
-  }
-  noteMissing();
-}
-
-// Records that a launch dialog has a form we do not know; our page mentions it.
-function noteMissing() {
-  const dialog = document.querySelector("[role=dialog] form");
-  const isHandled = switches.size > 0 || localStorage.getItem(SEEN) === "failed";
-  const isLaunch = location.pathname.startsWith("/launch-model");
-  if (
-    dialog?.querySelector("[name=replica], #replica, input[type=number]") &&
-    isLaunch &&
-    !isHandled
-  ) {
-    localStorage.setItem(SEEN, "missing");
   }
 }
 

@@ -2,7 +2,6 @@
 // A failure is a Trouble; its kind selects the message.
 
 const TIMEOUT = 20_000; // milliseconds
-const NO_TOKEN = new Set([null, "", "no_auth"]);
 /** @type {Record<number, Kind>} */
 const KINDS = { 401: "signIn", 403: "forbidden", 404: "absent", 503: "tracker" };
 /**
@@ -17,7 +16,7 @@ let renewing = null;
 /**
  * "away": no valid answer; "tracker": the server answers, but the model's tracker does not.
  * @typedef {"signIn" | "forbidden" | "absent" | "away" | "tracker"} Kind
- * @typedef {{ method?: string, body?: unknown, again?: boolean, signal?: AbortSignal }} Options
+ * @typedef {{ method?: string, body?: unknown, signal?: AbortSignal }} Options
  */
 
 export class Trouble extends Error {
@@ -36,94 +35,74 @@ export class Trouble extends Error {
  * @returns {Trouble}
  */
 export function troubleOf(error) {
-  if (error instanceof Trouble) return error;
-  return new Trouble("away", error instanceof Error ? error.message : String(error));
+  return error instanceof Trouble ? error : new Trouble("away", `${error}`);
 }
 
 /**
  * @param {string} path
  * @param {Options} options
- * @returns {Promise<Response>}
  */
-async function ask(path, { method = "GET", body, again = true, signal } = {}) {
-  /** @type {Record<string, string>} */
-  const headers = {};
-  const token = sessionStorage.getItem("token");
-  const signedIn = !NO_TOKEN.has(token);
-  if (signedIn && token === refused) throw new Trouble("signIn", "");
-  if (signedIn) headers.authorization = `Bearer ${token}`;
-  if (body !== undefined) headers["content-type"] = "application/json";
-  const answer = await fetch(path, {
+export async function ask(path, options = {}) {
+  const token = stored("token");
+  if (token !== null && token === refused) throw new Trouble("signIn", "");
+  let answer = await send(path, token, options);
+  if (answer.status === 401 && token !== null) {
+    if (await renewed(token)) answer = await send(path, stored("token"), options);
+    if (answer.status === 401) refused = stored("token");
+  }
+  const body = await answer.json().catch(() => ({}));
+  if (answer.ok) return body;
+  throw new Trouble(KINDS[answer.status] ?? "away", `${body.detail ?? answer.status}`);
+}
+
+/**
+ * @param {string} path
+ * @param {string | null} token
+ * @param {Options} options
+ */
+function send(path, token, { method, body, signal }) {
+  const limit = AbortSignal.timeout(TIMEOUT);
+  return fetch(path, {
     method,
-    headers,
-    signal,
-    body: body === undefined ? undefined : JSON.stringify(body),
-  }).catch((error) => {
-    throw troubleOf(error);
+    headers: {
+      ...(token === null ? {} : { authorization: `Bearer ${token}` }),
+      ...(body === undefined ? {} : { "content-type": "application/json" }),
+    },
+    signal: signal === undefined ? limit : AbortSignal.any([limit, signal]),
+    body: JSON.stringify(body),
   });
-  if (answer.ok) return answer;
-  if (answer.status === 401 && signedIn) {
-    if (again && (await renewed(token))) return ask(path, { method, body, again: false, signal });
-    refused = token;
-  }
-  throw new Trouble(KINDS[answer.status] ?? "away", await reasonOf(answer));
 }
 
 /**
- * @param {string} path
- * @param {Options} options
+ * A token of xinference's pages; without accounts, these store another word in its place.
+ * @param {"token" | "refresh_token"} name
  */
-export async function askJson(path, { signal, ...options } = {}) {
-  const signals = [AbortSignal.timeout(TIMEOUT), ...(signal ? [signal] : [])];
-  const answer = await ask(path, { signal: AbortSignal.any(signals), ...options });
-  try {
-    return await answer.json();
-  } catch (error) {
-    throw troubleOf(error);
-  }
+function stored(name) {
+  const token = sessionStorage.getItem(name);
+  return token === "" || token === "no_auth" ? null : token;
 }
 
 /**
  * All requests with the same expired token share one renewal: a refresh token is valid once.
- * @param {string | null} token
+ * @param {string} token
  */
 function renewed(token) {
-  if (sessionStorage.getItem("token") !== token) return true;
-  renewing ??= renewToken().finally(() => {
+  if (stored("token") !== token) return true;
+  renewing ??= renew().finally(() => {
     renewing = null;
   });
   return renewing;
 }
 
 // As xinference's own pages do when an access token has expired.
-async function renewToken() {
-  const refresh = sessionStorage.getItem("refresh_token");
-  if (NO_TOKEN.has(refresh)) return false;
-  try {
-    const answer = await fetch("/v1/auth/refresh", {
-      method: "POST",
-      headers: { "content-type": "application/json" },
-      body: JSON.stringify({ refresh_token: refresh }),
-      signal: AbortSignal.timeout(TIMEOUT),
-    });
-    if (!answer.ok) return false;
-    const { access_token: token, refresh_token: next } = await answer.json();
-    if (!token) return false;
-    sessionStorage.setItem("token", token);
-    if (next) sessionStorage.setItem("refresh_token", next);
-    return true;
-  } catch (error) {
-    throw troubleOf(error); // the refresh token may still be valid
+async function renew() {
+  const body = { refresh_token: stored("refresh_token") };
+  if (body.refresh_token === null) return false;
+  const answer = await send("/v1/auth/refresh", null, { method: "POST", body });
+  if (!answer.ok) return false;
+  for (const [name, token] of Object.entries(await answer.json())) {
+    if (name === "access_token") sessionStorage.setItem("token", token);
+    if (name === "refresh_token") sessionStorage.setItem("refresh_token", token);
   }
-}
-
-/** @param {Response} answer */
-async function reasonOf(answer) {
-  const text = await answer.text().catch(() => "");
-  try {
-    const { detail } = JSON.parse(text);
-    return typeof detail === "string" ? detail : `${answer.status}`;
-  } catch {
-    return `${answer.status}`;
-  }
+  return true;
 }

@@ -1,7 +1,7 @@
 // Replicas as boxes, links as arrows that move during transfers.
 
+import { html } from "../html.js";
 import { fill } from "../languages.js";
-import { html } from "./html.js";
 import { bytes, bytesPerSecond, count, nameOf } from "./numbers.js";
 import { language } from "./settings.js";
 

@@ -1,106 +1,78 @@
-// Numbers as people read them, and rates from successive reports.
+// Numbers as people read them, and what follows from several reports.
 
 import { ANSWER_BOUNDS, HIT_SOURCES } from "../constants.js";
 import { fill } from "../languages.js";
 import { language, named, reasonOf } from "./settings.js";
 
-const RECENT_REPORTS = 6; // current rates are measured over these
 const RECENT_SECONDS = 300; // "the last 5 minutes" of the words
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
+/**
+ * @param {number} value
+ * @param {Intl.NumberFormatOptions} options
+ */
+function format(value, options) {
+  return new Intl.NumberFormat(language.code, options).format(value);
+}
+
 /** @param {number} value */
 export function count(value) {
-  const long = value >= 1e6;
-  const digits = value > 0 && value < 10 && !Number.isInteger(value) ? 1 : 0;
-  return new Intl.NumberFormat(
-    language.code,
-    long ? { notation: "compact", maximumFractionDigits: 2 } : { maximumFractionDigits: digits },
-  ).format(value);
+  if (value >= 1e6) return format(value, { notation: "compact", maximumFractionDigits: 2 });
+  return format(value, { maximumFractionDigits: value < 10 ? 1 : 0 });
 }
 
-/**
- * @param {number} part
- * @param {number} all
- */
-export function percent(part, all) {
-  const value = all > 0 ? part / all : 0;
-  return new Intl.NumberFormat(language.code, {
-    style: "percent",
-    maximumFractionDigits: value > 0 && value < 0.1 ? 1 : 0,
-  }).format(value);
+/** @param {number} share */
+export function percent(share) {
+  return format(share, { style: "percent", maximumSignificantDigits: 2 });
 }
 
-/** @param {number | null} value */
+/** @param {number} value */
 export function bytes(value) {
-  let unit = 0;
-  let size = value ?? 0;
-  while (size >= 1024 && unit < BYTE_UNITS.length - 1) {
-    size /= 1024;
-    unit += 1;
-  }
-  return `${size.toFixed(unit === 0 || size >= 100 ? 0 : 1)} ${BYTE_UNITS[unit]}`;
+  const power = Math.min(BYTE_UNITS.length - 1, Math.floor(Math.log2(Math.max(1, value)) / 10));
+  const size = value / 1024 ** power;
+  return `${format(size, { maximumFractionDigits: size < 100 ? 1 : 0 })} ${BYTE_UNITS[power]}`;
 }
 
 /** @param {number} value */
 export function bytesPerSecond(value) {
-  return `${bytes(value)}/${language.words.second}`;
+  return `${bytes(value)}/s`;
 }
 
 /** @param {number} seconds */
 export function duration(seconds) {
-  const { second, minute, hourUnit } = language.words;
-  const minutes = Math.floor(seconds / 60);
-  if (seconds < 60) return `${count(seconds)} ${second}`;
-  if (seconds < 3600) return `${minutes} ${minute} ${Math.floor(seconds % 60)} ${second}`;
-  return `${Math.floor(seconds / 3600)} ${hourUnit} ${minutes % 60} ${minute}`;
+  const unit = (/** @type {number} */ value, /** @type {string} */ name) =>
+    format(value, { style: "unit", unit: name, maximumFractionDigits: value < 10 ? 1 : 0 });
+  const [minutes, hours] = [Math.floor(seconds / 60), Math.floor(seconds / 3600)];
+  if (hours > 0) return `${unit(hours, "hour")} ${unit(minutes % 60, "minute")}`;
+  if (minutes > 0) return `${unit(minutes, "minute")} ${unit(Math.floor(seconds % 60), "second")}`;
+  if (seconds === 0 || seconds >= 0.9995) return unit(seconds, "second");
+  return unit(Math.max(1, Math.round(1000 * seconds)), "millisecond");
 }
 
 /**
- * A short time; forecasts are often of milliseconds.
- * @param {number | null} seconds
+ * @param {number} seconds since 1970
+ * @param {"medium" | "short"} timeStyle
  */
-export function brief(seconds) {
-  if (seconds === null) return "–";
-  if (seconds === 0 || seconds >= 0.9995) return duration(seconds);
-  return `${Math.max(1, Math.round(1000 * seconds))} ${language.words.millisecond}`;
-}
-
-/**
- * @param {number} seconds
- * @param {boolean} withSeconds
- */
-export function clock(seconds, withSeconds = true) {
+export function clock(seconds, timeStyle = "medium") {
   return new Date(seconds * 1000).toLocaleTimeString(language.code, {
-    hour: "2-digit",
-    minute: "2-digit",
+    timeStyle,
     hourCycle: "h23",
-    ...(withSeconds ? { second: "2-digit" } : {}),
   });
 }
 
-/**
- * @param {unknown[]} values
- * @returns {number}
- */
+/** @param {number[]} values */
 export function sum(values) {
-  return values.reduce(
-    (/** @type {number} */ total, value) => total + (Number.isFinite(value) ? Number(value) : 0),
-    0,
-  );
+  return values.reduce((total, value) => total + value, 0);
 }
 
 /**
- * All tokens, and those that are shared: from anywhere but vLLM's own cache.
+ * All tokens, and the share of those that came from a replica's pool, a disk or another replica.
  * @param {Hits} hits
  */
 export function tokensOf(hits) {
   const all = sum(HIT_SOURCES.map((source) => hits[source]));
-  return { all, shared: hits.local_pool + hits.disk + hits.remote };
-}
-
-/** @param {Fetches | undefined} fetches */
-export function rolledBack(fetches) {
-  return sum(Object.values(fetches?.rolled_back ?? {}));
+  const shared = hits.local_pool + hits.disk + hits.remote;
+  return { all, shared, share: shared / (all || 1) };
 }
 
 /**
@@ -114,190 +86,127 @@ export function nameOf(report, incarnation) {
 }
 
 /**
- * @param {Report | null} report
+ * @param {Report} report
  * @param {XavierEvent} event
  */
 export function sentenceOf(report, event) {
-  const text = language.words;
-  const { donor, reason } = event;
-  const values = {
-    ...event,
-    ...(donor === "" ? { donor: text.ownPool } : {}),
-    ...(reason === undefined ? {} : { reason: reasonOf(`${reason}`) }),
-  };
-  const readable = Object.fromEntries(
-    Object.entries(values).map(([field, value]) => {
-      const isReplica = report?.replicas.some(({ incarnation }) => incarnation === value);
-      return [field, report && isReplica ? nameOf(report, `${value}`) : `${value}`];
-    }),
-  );
+  const replicas = new Set(report.replicas.map(({ incarnation }) => incarnation));
+  const readable = Object.entries(event).map(([field, value]) => {
+    if (field === "reason") return [field, reasonOf(`${value}`)];
+    if (field === "donor" && value === "") return [field, language.words.ownPool];
+    return [field, replicas.has(`${value}`) ? nameOf(report, `${value}`) : value];
+  });
   const state = event.enabled === undefined ? "" : event.enabled ? "_on" : "_off";
-  const sentence = named(event.event + state);
-  return sentence === undefined ? event.event : fill(sentence, readable);
-}
-
-// The latest reports with their times of arrival, in seconds.
-export class Recent {
-  constructor() {
-    /** @type {{ report: Report, time: number }[]} */
-    this.kept = [];
-  }
-
-  /**
-   * @param {Report} report
-   * @param {number} time
-   */
-  add(report, time) {
-    this.kept = [...this.kept, { report, time }].slice(-RECENT_REPORTS);
-  }
-
-  get report() {
-    return this.kept.at(-1)?.report ?? null;
-  }
-
-  get time() {
-    return this.kept.at(-1)?.time ?? null;
-  }
-
-  /**
-   * Every pair of replicas with transfers, and its recent bytes per second.
-   * @returns {Link[]}
-   */
-  links() {
-    const [first, last] = [this.kept.at(0), this.kept.at(-1)];
-    if (first === undefined || last === undefined) return [];
-    const seconds = last.time - first.time;
-    return last.report.replicas.flatMap((consumer) => {
-      const before = first.report.replicas.find(
-        (each) => each.incarnation === consumer.incarnation,
-      )?.received_from;
-      const received = consumer.received_from ?? {};
-      const fetching = consumer.fetching ?? {};
-      return [...new Set([...Object.keys(received), ...Object.keys(fetching)])].map((donor) => {
-        const all = received[donor] ?? 0;
-        // A replica that has just joined has no rate until the next report.
-        const moved = before === undefined ? 0 : Math.max(0, all - (before[donor] ?? 0));
-        const rate = seconds > 0 ? moved / seconds : 0;
-        const rows = fetching[donor] ?? 0;
-        return { from: donor, to: consumer.incarnation, bytes: all, rate, rows };
-      });
-    });
-  }
+  return fill(named(event.event + state, event.event), Object.fromEntries(readable));
 }
 
 /**
- * Rates per second between samples, oldest first. Counters that fell were restarted: rate 0.
- * @param {Sample[]} samples
+ * Every pair of replicas with transfers. Its rate is measured over these reports, oldest first.
+ * @param {{ report: Report, time: number }[]} reports
+ * @returns {Link[]}
  */
-export function ratesOf(samples) {
-  return samples.slice(1).map((sample, index) => {
-    const before = samples[index];
-    const seconds = sample.time - before.time;
-    /**
-     * @param {number | undefined} now
-     * @param {number | undefined} then
-     */
-    const rate = (now, then) => (seconds > 0 ? increase(now, then) / seconds : 0);
-    return {
-      time: sample.time,
-      ...bySource((source) => rate(sample.hits?.[source], before.hits?.[source])),
-      bytes: rate(sample.bytes_received, before.bytes_received),
-      committed: rate(sample.fetches?.committed, before.fetches?.committed),
-      rolled_back: rate(rolledBack(sample.fetches), rolledBack(before.fetches)),
-    };
+export function linksOf(reports) {
+  const [first, last] = [reports[0], reports[reports.length - 1]];
+  const seconds = last.time - first.time;
+  return last.report.replicas.flatMap(({ incarnation: to, received_from: received, fetching }) => {
+    const before = first.report.replicas.find(({ incarnation }) => incarnation === to);
+    return [...new Set([...Object.keys(received), ...Object.keys(fetching)])].map((from) => {
+      const all = received[from] ?? 0;
+      // A replica that has just joined has no rate until the next report.
+      const moved = before === undefined ? 0 : increase(all, before.received_from[from]);
+      const rate = seconds > 0 ? moved / seconds : 0;
+      return { from, to, bytes: all, rate, rows: fetching[from] ?? 0 };
+    });
   });
 }
 
 /**
- * @param {number | undefined} now
- * @param {number | undefined} then
+ * What was counted since, number by number. A counter that fell began anew: it counts nothing.
+ * @param {any} now
+ * @param {any} then
+ * @returns {any}
  */
 function increase(now, then) {
-  return Math.max(0, (now ?? 0) - (then ?? 0));
+  if (typeof now === "number") return Math.max(0, now - (then ?? 0));
+  if (Array.isArray(now)) return now.map((value, index) => increase(value, then?.[index]));
+  return record(Object.keys(now), (key) => increase(now[key], then?.[key]));
 }
 
 /**
- * @template T
- * @param {(source: Source) => T} value
- * @returns {Record<Source, T>}
+ * @template {string} Key
+ * @template Value
+ * @param {Key[]} keys
+ * @param {(key: Key) => Value} value
  */
-function bySource(value) {
-  const pairs = HIT_SOURCES.map((source) => [source, value(source)]);
-  return /** @type {Record<Source, T>} */ (Object.fromEntries(pairs));
+function record(keys, value) {
+  const pairs = keys.map((key) => [key, value(key)]);
+  return /** @type {Record<Key, Value>} */ (Object.fromEntries(pairs));
 }
 
 /**
- * Fetches and requests may be too rare for figures over 10 s.
+ * What was counted between each two samples.
  * @param {Sample[]} samples
+ * @returns {{ time: number, seconds: number, more: Counters }[]}
  */
-function everyMinute(samples) {
-  const minutes = new Map(samples.map((sample) => [Math.floor(sample.time / 60), sample]));
-  return [...new Set([...samples.slice(0, 1), ...minutes.values()])];
-}
-
-/** @param {Sample[]} samples */
-export function perMinute(samples) {
-  return ratesOf(everyMinute(samples)).map((rate) => ({
-    time: rate.time,
-    committed: 60 * rate.committed,
-    rolled_back: 60 * rate.rolled_back,
-  }));
-}
-
-/**
- * The median time to first token in each minute by source, null where there was no request.
- * @param {Sample[]} samples
- */
-export function firstTokensOf(samples) {
-  const minutes = everyMinute(samples);
-  return minutes.slice(1).map((sample, index) => ({
+function stepsOf(samples) {
+  return samples.slice(1).map((sample, index) => ({
     time: sample.time,
-    ...bySource((source) => quantile(waitsBetween(minutes[index], sample, source), 0.5)),
+    seconds: sample.time - samples[index].time,
+    more: increase(sample, samples[index]),
+  }));
+}
+
+/** @param {Counters} counters */
+export function rolledBack({ fetches }) {
+  return sum(Object.values(fetches.rolled_back));
+}
+
+/**
+ * Tokens by source and bytes, per second.
+ * @param {Sample[]} samples
+ */
+export function perSecond(samples) {
+  return stepsOf(samples).map(({ time, seconds, more }) => ({
+    time,
+    ...record(HIT_SOURCES, (source) => more.hits[source] / seconds),
+    bytes: more.bytes_received / seconds,
   }));
 }
 
 /**
- * What the last minutes brought: tokens by source, those shared per second, the seconds that
- * computing these would have taken, and the waits; null before there are two samples. `totals` are
- * those since the start, whose speed of computing is taken.
+ * Fetches, and the median time to first token by source: both are too rare for figures over 10 s.
  * @param {Sample[]} samples
- * @param {Counters} totals
  */
-export function recentOf(samples, totals) {
+export function perMinute(samples) {
+  const latest = new Map(samples.map((sample) => [Math.floor(sample.time / 60), sample]));
+  const minutes = new Set([...samples.slice(0, 1), ...latest.values()]);
+  return stepsOf([...minutes]).map(({ time, seconds, more }) => ({
+    time,
+    ...record(HIT_SOURCES, (source) => quantile(more.first_tokens[source].counts, 0.5)),
+    committed: (60 * more.fetches.committed) / seconds,
+    rolled_back: (60 * rolledBack(more)) / seconds,
+  }));
+}
+
+/**
+ * The tokens of the last minutes by source, and the median time to first token; null before there
+ * are two samples.
+ * @param {Sample[]} samples
+ */
+export function recentOf(samples) {
   const from = (samples.at(-1)?.time ?? 0) - RECENT_SECONDS;
-  const inside = samples.filter(({ time }) => time >= from);
-  const steps = inside.slice(1).map((sample, index) => ({ before: inside[index], sample }));
+  const steps = stepsOf(samples.filter(({ time }) => time >= from));
   if (steps.length === 0) return null;
-  const seconds = steps[steps.length - 1].sample.time - steps[0].before.time;
-  const hits = bySource((source) =>
-    sum(steps.map(({ before, sample }) => increase(sample.hits?.[source], before.hits?.[source]))),
-  );
-  const { shared } = tokensOf(hits);
-  const { shared: sharedEver } = tokensOf(totals.hits);
   return {
-    hits,
-    shared,
-    rate: shared / seconds,
-    saved: totals.seconds_saved > 0 ? (shared * totals.seconds_saved) / sharedEver : null,
-    waits: bySource((source) => {
-      const counts = [...ANSWER_BOUNDS, Infinity].map((_, bucket) =>
-        sum(steps.map(({ before, sample }) => waitsBetween(before, sample, source)[bucket])),
+    hits: record(HIT_SOURCES, (source) => sum(steps.map(({ more }) => more.hits[source]))),
+    medians: record(HIT_SOURCES, (source) => {
+      const waits = steps.map(({ more }) => more.first_tokens[source].counts);
+      return quantile(
+        waits[0].map((_, bucket) => sum(waits.map((counts) => counts[bucket]))),
+        0.5,
       );
-      return { requests: sum(counts), median: quantile(counts, 0.5) };
     }),
   };
-}
-
-/**
- * How many requests of a source waited for how long, by bucket.
- * @param {Sample} before
- * @param {Sample} sample
- * @param {Source} source
- */
-function waitsBetween(before, sample, source) {
-  const then = before.first_tokens?.[source]?.counts ?? [];
-  const now = sample.first_tokens?.[source]?.counts ?? [];
-  return now.map((all, bucket) => increase(all, then[bucket]));
 }
 
 /**
@@ -308,7 +217,7 @@ function waitsBetween(before, sample, source) {
  */
 export function quantile(counts, share) {
   const rank = share * sum(counts);
-  if (!(rank > 0)) return null;
+  if (rank === 0) return null;
   let below = 0;
   let bucket = 0;
   for (; below + counts[bucket] < rank; bucket += 1) below += counts[bucket];

@@ -1,147 +1,146 @@
 // Parts of which the page is made.
 
 import { HIT_SOURCES } from "../constants.js";
-import { Component, html } from "./html.js";
+import { Component, html } from "../html.js";
 import { count, percent, tokensOf } from "./numbers.js";
 import { language } from "./settings.js";
 
 const SHORT = 12; // rows; a longer table is folded and can be filtered
 
 /**
- * `value` is what rows are sorted by; without it they are not.
+ * A title, the value that rows are sorted by (null where it is not known), and how it is shown: by
+ * default, as it is. Numbers are on the right.
  * @template T
- * @typedef {{ title: string, cell: (item: T) => unknown, value?: (item: T) => number | string }}
- *   Column
- */
-
-/**
- * The first column names the rows, the others are numbers unless they are `plain`.
- * @template T
- * @typedef {{ id: string, columns: (Column<T> & { plain?: boolean })[], items: T[] }} Rows
+ * @typedef {[title: string, value: (item: T) => number | string | null,
+ *   show?: (value: any, item: T) => unknown]} Column
  */
 
 /**
  * @template T
- * @extends {Component<Rows<T>, { by: number, down: boolean, filter: string, all: boolean }>}
+ * @param {string} id
+ * @param {T[]} items
+ * @param {Column<T>[]} columns
  */
-export class Table extends Component {
-  /** @param {Rows<T>} props */
-  constructor(props) {
-    super(props);
-    this.state = { by: -1, down: true, filter: "", all: false };
-  }
+export function table(id, items, columns) {
+  return html`<${Table} ...${{ id, items, columns }} />`;
+}
 
-  /** @param {number} column */
-  sort(column) {
-    const { by, down } = this.state;
-    this.setState({ by: column, down: by === column ? !down : true });
-  }
+/**
+ * @template T
+ * @extends {Component<{ id: string, items: T[], columns: Column<T>[] },
+ *   { by: number, down: boolean, filter: string, all: boolean }>}
+ */
+class Table extends Component {
+  state = { by: -1, down: true, filter: "", all: false };
 
-  shown() {
-    const { columns, items } = this.props;
+  found() {
+    const { items, columns } = this.props;
     const { by, down, filter } = this.state;
-    const name = columns[0].value;
-    const found =
-      name === undefined || filter === ""
-        ? items
-        : items.filter((item) => `${name(item)}`.toLowerCase().includes(filter.toLowerCase()));
-    const value = columns[by]?.value;
-    if (value === undefined) return found;
-    const order = (/** @type {T} */ one, /** @type {T} */ other) =>
-      `${value(one)}`.localeCompare(`${value(other)}`, "en", { numeric: true });
-    return found.toSorted((one, other) => (down ? order(other, one) : order(one, other)));
+    const words = (/** @type {T} */ item) =>
+      columns.map(([, value]) => value(item)).filter((value) => typeof value === "string");
+    const found = items.filter((item) =>
+      words(item).some((word) => word.toLowerCase().includes(filter.toLowerCase())),
+    );
+    if (by < 0) return found;
+    const order = (/** @type {T} */ one, /** @type {T} */ other) => {
+      const [left, right] = [one, other].map((item) => columns[by][1](item));
+      return typeof left === "string"
+        ? left.localeCompare(`${right}`, language.code, { numeric: true })
+        : Number(left ?? -1) - Number(right ?? -1);
+    };
+    return found.sort((one, other) => (down ? order(other, one) : order(one, other)));
   }
 
   render() {
     const text = language.words;
-    const { id, columns, items } = this.props;
+    const { id, items, columns } = this.props;
     const { by, down, filter, all } = this.state;
-    const rows = this.shown();
-    const isLong = items.length > SHORT && columns[0].value !== undefined;
-    /** @param {number} index */
-    const look = (index) => (index === 0 || columns[index].plain ? "" : "number");
-    const direction = down ? "descending" : "ascending";
+    const found = this.found();
+    const looks = columns.map(([, value]) =>
+      items.some((item) => typeof value(item) === "string") ? undefined : "number",
+    );
     return html`
       ${
-        isLong &&
+        items.length > SHORT &&
         html`<input type="search" id=${`${id}-filter`} placeholder=${text.filter}
           aria-label=${text.filter} value=${filter}
           onInput=${(/** @type {InputEvent & { target: HTMLInputElement }} */ event) =>
             this.setState({ filter: event.target.value })} />`
       }
-      <table id=${id} class=${columns.length > 4 ? "many" : undefined}>
+      <table id=${id} class=${columns.length > 3 ? "many" : undefined}>
         <thead><tr>
           ${columns.map(
-            ({ title, value }, index) => html`
-              <th scope="col" class=${look(index)} aria-sort=${by === index ? direction : undefined}>
+            ([title], index) => html`
+              <th scope="col" class=${looks[index]}
+                aria-sort=${by === index ? (down ? "descending" : "ascending") : undefined}>
                 ${
-                  value === undefined || items.length < 2
-                    ? title
-                    : html`<button type="button" onClick=${() => this.sort(index)}>${title}</button>`
+                  title !== "" &&
+                  html`<button type="button" onClick=${() =>
+                    this.setState({ by: index, down: by !== index || !down })}>${title}</button>`
                 }
               </th>`,
           )}
         </tr></thead>
         <tbody>
-          ${rows.slice(0, isLong && !all ? SHORT : undefined).map(
-            (item) => html`<tr key=${columns[0].value?.(item)}>
-              ${columns.map(({ title, cell }, index) =>
-                index === 0
-                  ? html`<th scope="row">${cell(item)}</th>`
-                  : html`<td class=${look(index)} data-title=${title}>${cell(item)}</td>`,
-              )}
+          ${found.slice(0, all ? undefined : SHORT).map(
+            (item) => html`<tr>
+              ${columns.map(([title, value, show = String], index) => {
+                const known = value(item);
+                const cell = known === null ? "–" : show(known, item);
+                return index === 0
+                  ? html`<th scope="row">${cell}</th>`
+                  : html`<td class=${looks[index]} data-title=${title}>${cell}</td>`;
+              })}
             </tr>`,
           )}
         </tbody>
       </table>
       ${
-        isLong &&
-        rows.length > SHORT &&
+        found.length > SHORT &&
         html`<button type="button" id=${`${id}-all`} aria-expanded=${String(all)}
           onClick=${() => this.setState({ all: !all })}>
-          ${all ? text.fewer : `${text.showAll} (${count(rows.length)})`}
+          ${all ? text.fewer : `${text.showAll} (${count(found.length)})`}
         </button>`
       }`;
   }
 }
 
-/**
- * @param {{ id?: string, look?: string, title: string, help?: unknown, children?: unknown }} props
- */
-export function Card({ id, look = "", title, help, children }) {
-  return html`<section class=${`card ${look}`} id=${id}>
+/** @param {{ id?: string, title: string, help?: unknown, children?: unknown }} props */
+export function Card({ id, title, help, children }) {
+  return html`<section class="card" id=${id}>
     <h2>${title}</h2>
-    ${help && html`<p class="muted small">${help}</p>`}
+    ${help && note(help)}
     ${children}
   </section>`;
 }
 
-/** @param {{ id: string, title: string, big: string, small: string }} props */
+/** @param {{ id: string, title: string, big: unknown, small: string }} props */
 export function Tile({ id, title, big, small }) {
-  return html`<section class="card tile">
-    <h2 class="muted small">${title}</h2>
+  return html`<section class="card">
+    <h2 class="note">${title}</h2>
     <p class="big" id=${id}>${big}</p>
-    <p class="muted small">${small}</p>
+    ${note(small)}
   </section>`;
 }
 
 /** @param {unknown} content */
 export function note(content) {
-  return html`<div class="muted small">${content}</div>`;
+  return html`<div class="note">${content}</div>`;
 }
 
-/** @param {{ hits: Hits, thin?: boolean }} props */
-export function SplitBar({ hits, thin = false }) {
+/**
+ * Where tokens came from, as a bar.
+ * @param {Hits} hits
+ */
+export function bar(hits) {
   const text = language.words;
   const { all } = tokensOf(hits);
-  const said = HIT_SOURCES.map((key) => `${text[key]} ${percent(hits[key], all)}`).join(", ");
-  return html`<div class=${thin ? "split thin" : "split"} role="img" aria-label=${said}>
-    ${
-      all > 0 &&
-      HIT_SOURCES.map(
-        (key) => html`<span class=${key} title=${text[key]}
-          style=${{ width: `${((100 * hits[key]) / all).toFixed(2)}%` }}></span>`,
-      )
-    }
+  const shares = HIT_SOURCES.map((key) => ({ key, share: hits[key] / (all || 1) }));
+  const said = shares.map(({ key, share }) => `${text[key]} ${percent(share)}`).join(", ");
+  return html`<div class="bar" role="img" aria-label=${said}>
+    ${shares.map(
+      ({ key, share }) => html`<i title=${text[key]}
+        style=${{ background: `var(--${key})`, width: `${100 * share}%` }}></i>`,
+    )}
   </div>`;
 }

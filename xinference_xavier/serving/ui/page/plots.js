@@ -1,39 +1,45 @@
 // Figures over the last hour, with a cursor for mouse and arrow keys.
 
+import { HIT_SOURCES } from "../constants.js";
+import { Component, html } from "../html.js";
 import uPlot from "../vendor/uPlot.esm.js";
-import { Component, html } from "./html.js";
 import { clock, sum } from "./numbers.js";
-import { language } from "./settings.js";
+import { note } from "./parts.js";
+import { language, theme } from "./settings.js";
 
 const HOUR = 3600;
 const HEIGHT = 180;
 const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power);
+const POWERS = Array.from({ length: 12 }, (_, power) => 10 ** (power - 5)); // of seconds
 /** @type {Record<string, number>} */
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
 
 /**
- * `stacked`: as areas one above the other; otherwise lines over a logarithmic axis.
+ * `rates` makes the figures; `stacked`: as areas one above the other; otherwise as lines over a
+ * logarithmic axis.
  * @typedef {{ name: string, title: string, help?: string, stacked: boolean, series: Series[],
- *   format: (value: number | null) => string, binary?: boolean, rates: Rate[], until: number }}
- *   PlotProps
+ *   format: (value: number) => string, binary?: boolean, samples: Sample[],
+ *   rates: (samples: Sample[]) => Rate[] }} PlotProps
  */
 
-/** @extends {Component<PlotProps, { index: number | null }>} */
+/** @extends {Component<PlotProps, {}>} */
 export class Plot extends Component {
   /** @type {uPlot | null} */
   drawing = null;
   /** @type {HTMLElement | null} */
   room = null;
   drawn = "";
-  observer = new ResizeObserver(([{ contentRect }]) => {
-    this.drawing?.setSize({ width: contentRect.width, height: HEIGHT });
-  });
-
-  /** @param {PlotProps} props */
-  constructor(props) {
-    super(props);
-    this.state = { index: null };
-  }
+  /** @type {Rate[]} */
+  rates = [];
+  observer = new ResizeObserver(
+    ([
+      {
+        contentRect: { width },
+      },
+    ]) => {
+      this.drawing?.setSize({ width, height: HEIGHT });
+    },
+  );
 
   componentDidMount() {
     this.draw();
@@ -42,7 +48,7 @@ export class Plot extends Component {
 
   /** @param {PlotProps} before */
   componentDidUpdate(before) {
-    if (before.rates !== this.props.rates) this.draw();
+    if (before.samples !== this.props.samples || this.look !== this.drawn) this.draw();
   }
 
   componentWillUnmount() {
@@ -50,26 +56,29 @@ export class Plot extends Component {
     this.drawing?.destroy();
   }
 
+  get look() {
+    return `${language.code} ${theme.dark} ${this.props.series}`;
+  }
+
   draw() {
-    const series = this.props.series.join();
-    if (this.drawn !== series && this.room !== null) {
-      this.drawing?.destroy();
+    this.rates = this.props.rates(this.props.samples);
+    if (this.look === this.drawn) return this.drawing?.setData(this.data());
+    this.drawn = this.look;
+    this.drawing?.destroy();
+    if (this.room !== null) {
       this.drawing = new uPlot(this.options(this.room.clientWidth), this.data(), this.room);
-      this.drawn = series;
-    } else {
-      this.drawing?.setData(this.data());
     }
   }
 
   /** @returns {uPlot.AlignedData} */
   data() {
-    const { rates, series, stacked } = this.props;
+    const { series, stacked } = this.props;
     const values = series.map((key, index) =>
-      rates.map((rate) =>
-        stacked ? sum(series.slice(index).map((below) => rate[below])) : (rate[key] ?? null),
+      this.rates.map((rate) =>
+        stacked ? sum(series.slice(index).map((below) => rate[below] ?? 0)) : (rate[key] ?? null),
       ),
     );
-    return [rates.map(({ time }) => time), ...values];
+    return [this.rates.map(({ time }) => time), ...values];
   }
 
   /**
@@ -84,16 +93,21 @@ export class Plot extends Component {
       grid: { stroke: () => colour("border"), width: 1 },
       ticks: { show: false },
     };
+    const mark = (/** @type {uPlot} */ _, /** @type {number} */ index) =>
+      `var(--${series[index - 1]})`;
     return {
       width,
       height: HEIGHT,
-      legend: { show: false },
+      legend: { markers: { stroke: mark, fill: mark } },
       cursor: { y: false, drag: { x: false, y: false } },
       scales: {
-        x: { range: () => [this.props.until - HOUR, this.props.until] },
+        x: { range: () => [this.until - HOUR, this.until] },
         y: stacked
-          ? { range: (_, __, most) => [0, most > 0 ? 1.05 * most : 1] }
-          : { distr: 3, log: 10, range: (_, least, most) => decades(least, most) },
+          ? { range: (_, __, most) => [0, 1.05 * most || 1] }
+          : {
+              distr: 3,
+              range: (_, least, most) => uPlot.rangeLog(least ?? 0.01, most ?? 1, 10, true),
+            },
       },
       axes: [
         {
@@ -101,105 +115,85 @@ export class Plot extends Component {
           space: 80,
           size: 30,
           grid: { show: false },
-          values: (_, times) => times.map((time) => clock(time, false)),
+          values: (_, times) => times.map((time) => clock(time, "short")),
         },
         {
           ...common,
           size: 66,
-          ...(stacked ? {} : { splits: (_, __, least, most) => powers(least, most) }),
+          ...(stacked ? {} : { splits: POWERS }),
           ...(binary ? { incrs: BINARY } : {}),
           values: (_, values) => values.map((value) => (value === null ? "" : this.read(value))),
         },
       ],
       series: [
-        {},
+        { label: "", value: (_, __, ___, index) => clock(this.at(index)?.time ?? this.until) },
         ...series.map((key) => ({
+          label: language.words[key],
+          value: /** @type {uPlot.Series.Value} */ (
+            (_, __, ___, index) => this.read(this.at(index)?.[key])
+          ),
           stroke: () => colour(key),
           width: stacked ? 1 : 2,
           points: { show: !stacked, size: 4 },
           ...(stacked ? { fill: () => colour(key) } : {}),
         })),
       ],
-      hooks: { setCursor: [({ cursor }) => this.follow(cursor.idx ?? null)] },
     };
   }
 
-  /** @param {number} value */
-  read(value) {
-    return this.props.format(value);
+  get until() {
+    return this.rates.at(-1)?.time ?? Date.now() / 1000;
   }
 
-  /** @param {number | null} index */
-  follow(index) {
-    if (index !== this.state.index) this.setState({ index });
+  /**
+   * Where the cursor is, or the latest.
+   * @param {number | null} index
+   */
+  at(index) {
+    return this.rates.at(index ?? -1);
+  }
+
+  /** @param {number | null | undefined} value */
+  read(value) {
+    return value == null ? "–" : this.props.format(value);
   }
 
   /** @param {KeyboardEvent} event */
   step(event) {
-    const { rates } = this.props;
-    const steps = STEPS[event.key];
-    if (event.key === "Escape") this.drawing?.setCursor({ left: -10, top: -10 });
-    if (steps === undefined || this.drawing === null) return;
-    event.preventDefault();
-    const from = this.state.index ?? rates.length;
-    const { time } = rates[Math.max(0, Math.min(rates.length - 1, from + steps))];
-    this.drawing.setCursor({ left: this.drawing.valToPos(time, "x"), top: 0 });
+    const { drawing, rates } = this;
+    if (drawing === null) return;
+    if (event.key in STEPS) event.preventDefault();
+    const to = (drawing.cursor.idx ?? rates.length) + STEPS[event.key];
+    const found = rates[Math.max(0, Math.min(rates.length - 1, to))];
+    // Without one, the cursor is put beside the drawing.
+    drawing.setCursor({ left: found ? drawing.valToPos(found.time, "x") : -10, top: 0 });
   }
 
   render() {
     const text = language.words;
-    const { name, title, help, series, format, rates } = this.props;
-    const shown = rates[this.state.index ?? rates.length - 1] ?? rates.at(-1);
-    const read = series.map((key) => `${text[key]} ${format(shown?.[key] ?? null)}`).join(", ");
-    const said = shown === undefined ? text.noSamples : `${clock(shown.time)}, ${read}`;
-    return html`<figure class="card plot">
+    const { name, title, help, samples } = this.props;
+    return html`<figure class="card">
       <h2>${title}</h2>
-      ${help && html`<p class="muted small">${help}</p>`}
-      <div id=${`plot-${name}`} class="drawing" role="img" tabindex="0"
-        aria-label=${`${title}. ${said}. ${text.plotHelp}`}
+      ${help && note(help)}
+      <div id=${`plot-${name}`} class="plot" role="group" tabindex="0"
+        aria-label=${`${title}. ${text.plotHelp}`}
         onKeyDown=${(/** @type {KeyboardEvent} */ event) => this.step(event)}
         ref=${(/** @type {HTMLElement | null} */ element) => {
           this.room = element;
         }}></div>
-      <figcaption class="small">
-        ${
-          shown === undefined
-            ? html`<span class="muted">${text.noSamples}</span>`
-            : html`<ul class="legend">
-                <li class="muted">${clock(shown.time)}</li>
-                ${series.map(
-                  (key) => html`<li>
-                    <i class=${key}></i>
-                    ${series.length > 1 && `${text[key]} `}${format(shown[key] ?? null)}
-                  </li>`,
-                )}
-              </ul>`
-        }
-      </figcaption>
+      ${samples.length < 2 && note(text.noSamples)}
     </figure>`;
   }
 }
 
-/**
- * The powers of ten around the values; of hundredths to ones where there are none.
- * @param {number | null} least
- * @param {number | null} most
- * @returns {[number, number]}
- */
-function decades(least, most) {
-  return [
-    10 ** Math.floor(Math.log10(least ?? 0.01)),
-    10 ** Math.ceil(Math.log10(1.01 * (most ?? 1))),
-  ];
-}
-
-/**
- * @param {number} least
- * @param {number} most
- */
-function powers(least, most) {
-  const [from, to] = [Math.round(Math.log10(least)), Math.round(Math.log10(most))];
-  return Array.from({ length: to - from + 1 }, (_, index) => 10 ** (from + index));
+// So that their values are colours that a canvas understands.
+for (const name of ["muted", "border", "committed", "rolled_back", "bytes", ...HIT_SOURCES]) {
+  CSS.registerProperty({
+    name: `--${name}`,
+    syntax: "<color>",
+    inherits: true,
+    initialValue: "gray",
+  });
 }
 
 /** @param {string} name */

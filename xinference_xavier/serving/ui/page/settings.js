@@ -26,14 +26,12 @@ export const theme = {
 };
 
 /**
- * The text of a name that the server gives, such as an event's; undefined for one that is unknown.
+ * The text of a name that the server gives, such as an event's.
  * @param {string} name
- * @returns {string | undefined}
+ * @param {string} otherwise
  */
-export function named(name) {
-  return Object.hasOwn(language.words, name)
-    ? language.words[/** @type {keyof Words["page"]} */ (name)]
-    : undefined;
+export function named(name, otherwise) {
+  return known(language.words, name) ?? otherwise;
 }
 
 /**
@@ -41,7 +39,13 @@ export function named(name) {
  * @param {string} reason
  */
 export function reasonOf(reason) {
-  /** @type {Record<string, string>} */
-  const known = LANGUAGES[language.code].reasons;
-  return Object.hasOwn(known, reason) ? known[reason] : reason;
+  return known(LANGUAGES[language.code].reasons, reason) ?? reason;
+}
+
+/**
+ * @param {Record<string, string>} words
+ * @param {string} name
+ */
+function known(words, name) {
+  return Object.hasOwn(words, name) ? words[name] : undefined;
 }

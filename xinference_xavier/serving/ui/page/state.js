@@ -1,194 +1,156 @@
 // The page's state, and the loop that keeps it up to date.
 //
-// The loop asks which models share, then for the selected one each second, until that fails. The
-// last data stay visible, marked as old, until newer data arrive.
+// The loop asks which models share, then each second for the selected one. The last data stay
+// visible, marked as old, until newer data arrive.
 
 import { fill } from "../languages.js";
-import { askJson, Trouble, troubleOf } from "./api.js";
-import { Recent, sentenceOf } from "./numbers.js";
+import { ask, Trouble, troubleOf } from "./api.js";
+import { sentenceOf } from "./numbers.js";
 import { language } from "./settings.js";
 
 const API = "/v1/xavier";
-const PAUSES = [1, 2, 5]; // seconds before the next try; the last one repeats
 const LIST_INTERVAL = 10; // seconds
+const PAUSES = [1, 2, 5]; // seconds before the next try; the last one repeats
+const MAX_REPORTS = 6; // the rates of links are measured over these
 const MAX_SAMPLES = 360;
 const MAX_EVENTS = 100;
+const NOTHING = { live: false, reports: [], samples: [], events: [], last: 0 };
 
 /**
- * `models` are the reports of all models that share, null before the first answer; `lost` is the
- * model that was shown or is wanted and is not there; `differing` are the settings in which replicas
- * of several namespaces differ.
- * @type {{ models: Report[] | null, recent: Recent, samples: Sample[], events: XavierEvent[],
- *   live: boolean, trouble: Trouble | null, retryIn: number, lost: string | null,
- *   notice: string | null, differing: { namespaces: string, fields: string[] } }}
+ * `models` are the reports of all models that share, null before the first answer. Of the selected
+ * one: the latest reports with their times, the samples of the last hour, events and the number of
+ * the last one; and the namespaces of its replicas, with the settings in which they differ. `lost`
+ * is a model that was shown or is wanted and is not there.
+ * @type {{ models: Report[] | null, live: boolean, reports: { report: Report, time: number }[],
+ *   samples: Sample[], events: XavierEvent[], last: number,
+ *   differing: { namespaces: string, fields: string[] }, trouble: Trouble | null,
+ *   retryIn: number, lost: string | null, notice: string | null }}
  */
 export const state = {
   models: null,
-  recent: new Recent(),
-  samples: [],
-  events: [],
-  live: false,
+  ...NOTHING,
+  differing: { namespaces: "", fields: [] },
   trouble: null,
   retryIn: 0, // seconds
   lost: null,
   notice: null,
-  differing: { namespaces: "", fields: [] },
 };
 let interval = 10; // seconds between two samples
 let ahead = 0; // seconds by which the server's clock is ahead
-let following = new AbortController();
-let drawPage = () => {};
-let planned = false;
+let choosing = new AbortController();
+let draw = () => {};
+let isPlanned = false;
 
 /**
- * `drawPage` draws the page after every change.
+ * `drawing` draws the page after every change.
  * @param {() => void} drawing
  */
-export function start(drawing) {
-  drawPage = drawing;
+export async function start(drawing) {
+  draw = drawing;
   show();
-  setInterval(() => {
-    // Failures show when the selected one is asked for.
-    if (state.live) refreshModels().then(show, () => {});
-  }, LIST_INTERVAL * 1000);
-  return feed();
+  for (let failures = 0; ; ) {
+    choosing = new AbortController();
+    const { signal } = choosing;
+    try {
+      await list();
+      const uid = chosen();
+      for (let second = 0; uid !== null && second < LIST_INTERVAL; second += 1) {
+        await follow(uid, signal);
+        failures = 0;
+        await pause(signal);
+      }
+      if (uid !== null) continue;
+      Object.assign(state, { trouble: null, live: false });
+    } catch (error) {
+      if (signal.aborted) continue; // another model was selected
+      const trouble = troubleOf(error);
+      // Absent: the model has just ended, if the next list does not have it.
+      const ended = trouble.kind === "absent" && state.live;
+      Object.assign(state, { trouble: ended ? null : trouble, live: false });
+    }
+    await rest(PAUSES[Math.min(failures, PAUSES.length - 1)], signal);
+    failures += 1;
+  }
 }
 
 // Draws the page in the next frame, once for all changes before.
 export function show() {
-  if (planned) return;
-  planned = true;
+  if (isPlanned) return;
+  isPlanned = true;
   requestAnimationFrame(() => {
-    planned = false;
-    drawPage();
+    isPlanned = false;
+    draw();
   });
 }
 
-function now() {
-  return Date.now() / 1000 + ahead;
+export function choose() {
+  choosing.abort();
 }
 
-/** @param {Report | null} report */
-export function uidOf(report) {
-  return report?.model_uid ?? null;
+export function chosen() {
+  return isHere(wanted()) ? wanted() : (state.models?.[0]?.model_uid ?? null);
 }
 
 function wanted() {
   return decodeURIComponent(location.hash.slice(1));
 }
 
-export function chosen() {
-  const uids = (state.models ?? []).map(uidOf);
-  return uids.includes(wanted()) ? wanted() : (uids[0] ?? null);
-}
-
 /** @param {string | null} uid */
 function isHere(uid) {
-  return (state.models ?? []).some((report) => uidOf(report) === uid);
+  return (state.models ?? []).some((report) => report.model_uid === uid);
 }
 
 /**
+ * `what` is a part of the model, such as "/flush".
  * @param {string | null} uid
  * @param {string} what
  */
-export function pathOf(uid, what = "") {
+function pathOf(uid, what = "") {
   return `${API}/${encodeURIComponent(uid ?? "")}${what}`;
 }
 
-async function refreshModels() {
-  /** @type {{ models: Report[], unavailable?: Record<string, string> }} */
-  const { models, unavailable = {} } = await askJson(API);
-  state.models = models;
+async function list() {
+  const { models, unavailable = {} } = await ask(API);
+  const old = (state.models ?? []).filter((report) => report.model_uid in unavailable);
+  state.models = [...models, ...old];
+  const before = state.reports.at(-1)?.report.model_uid;
+  if (isHere(state.lost)) state.lost = null;
+  state.lost = [wanted(), before].find((uid) => uid && !isHere(uid)) ?? state.lost;
+  if (chosen() !== before) Object.assign(state, NOTHING);
+  show();
   const [reason] = Object.values(unavailable);
-  if (models.length === 0 && reason !== undefined) throw new Trouble("tracker", reason);
-}
-
-/** @param {Report} report */
-function receiveReport(report) {
-  Object.assign(state, { live: true, trouble: null });
-  state.recent.add(report, now());
-  state.models = (state.models ?? []).map((old) => (uidOf(old) === uidOf(report) ? report : old));
-  // The server is asked for its samples once; the page takes later ones itself.
-  if (now() - (state.samples.at(-1)?.time ?? -Infinity) >= interval) {
-    state.samples = [...state.samples, { time: now(), ...report.totals }].slice(-MAX_SAMPLES);
-  }
-}
-
-/** @param {{ interval_s: number, samples: Sample[] }} history */
-function receiveHistory({ interval_s: seconds, samples }) {
-  interval = seconds;
-  const newest = samples.at(-1)?.time;
-  const drift = newest === undefined ? 0 : newest - Date.now() / 1000;
-  // A sample may be one interval old; more than that is a difference between clocks.
-  ahead = drift > 0 || drift < -2 * interval ? drift : 0;
-  Object.assign(state, { samples, events: [], recent: new Recent() });
-}
-
-async function feed() {
-  let failures = 0;
-  for (;;) {
-    following = new AbortController();
-    try {
-      await refreshModels();
-      state.trouble = null;
-      const before = uidOf(state.recent.report);
-      const uid = chosen();
-      if (isHere(state.lost)) state.lost = null;
-      const missing = [wanted(), before].find((each) => each && !isHere(each));
-      state.lost = missing ?? state.lost;
-      if (before !== null && uid !== before) {
-        Object.assign(state, { recent: new Recent(), samples: [], events: [] });
-      }
-      show();
-      if (uid !== null) {
-        await follow(uid, following.signal, () => {
-          failures = 0;
-        });
-      }
-    } catch (error) {
-      state.trouble = troubleOf(error);
-    }
-    state.live = false;
-    if (following.signal.aborted) {
-      state.trouble = null; // another model was selected
-      continue;
-    }
-    failures += 1;
-    const pause = state.models?.length === 0 ? undefined : PAUSES[failures - 1];
-    await rest(pause ?? PAUSES[PAUSES.length - 1]);
-  }
+  if (state.models.length === 0 && reason !== undefined) throw new Trouble("tracker", reason);
 }
 
 /**
- * Asks for what is new each second, until the model ends.
+ * Asks for what is new.
  * @param {string} uid
  * @param {AbortSignal} signal
- * @param {() => void} heard
  */
-async function follow(uid, signal, heard) {
-  try {
-    receiveHistory(await askJson(pathOf(uid, "/history"), { signal }));
-    /** @type {number | undefined} */
-    let after;
-    for (;;) {
-      const [report, news] = await Promise.all([
-        askJson(pathOf(uid), { signal }),
-        askJson(pathOf(uid, `/events?after=${after ?? 0}`), { signal }),
-      ]);
-      heard();
-      receiveReport(report);
-      state.events = [...state.events, ...news.events].slice(-MAX_EVENTS);
-      const newest = after === undefined ? undefined : news.events.at(-1);
-      if (newest) say(sentenceOf(report, newest));
-      after = news.last;
-      show();
-      await compareNamespaces(report);
-      await pause(signal);
-    }
-  } catch (error) {
-    // Absent: the model has just ended; the next list will not have it.
-    if (troubleOf(error).kind !== "absent") throw error;
+async function follow(uid, signal) {
+  const how = { signal };
+  if (!state.live) {
+    const { interval_s: seconds, samples } = await ask(pathOf(uid, "/history"), how);
+    interval = seconds;
+    const newest = samples.at(-1)?.time;
+    ahead = newest === undefined ? 0 : newest - Date.now() / 1000;
+    Object.assign(state, { samples, events: [], last: 0 });
   }
+  const [report, { events, last }] = await Promise.all([
+    ask(pathOf(uid), how),
+    ask(pathOf(uid, `/events?after=${state.last}`), how),
+  ]);
+  const time = Date.now() / 1000 + ahead;
+  state.reports = [...state.reports, { report, time }].slice(-MAX_REPORTS);
+  state.events = [...state.events, ...events].slice(-MAX_EVENTS);
+  // The server is asked for its samples once; the page takes later ones itself.
+  if (time - (state.samples.at(-1)?.time ?? 0) >= interval) {
+    state.samples = [...state.samples, { time, ...report.totals }].slice(-MAX_SAMPLES);
+  }
+  if (state.live && events.length > 0) say(sentenceOf(report, events.at(-1)));
+  Object.assign(state, { last, live: true, trouble: null });
+  show();
+  await compareNamespaces(report);
 }
 
 /**
@@ -200,7 +162,7 @@ async function compareNamespaces({ model_uid: uid, replicas }) {
   if (!namespaces.includes(",") || namespaces === state.differing.namespaces) return;
   state.differing = { namespaces, fields: [] };
   // Without an answer, the page names `doctor` instead.
-  const { models } = await askJson("/v1/cluster/xavier").catch(() => ({ models: {} }));
+  const { models } = await ask("/v1/cluster/xavier").catch(() => ({ models: {} }));
   /** @type {Record<string, unknown>[]} */
   const settings = Object.values(models[uid]?.self_checks ?? {}).map(
     (check) => check.fingerprint_fields ?? {},
@@ -225,18 +187,13 @@ function pause(signal) {
 /**
  * Pauses with a visible countdown.
  * @param {number} seconds
+ * @param {AbortSignal} signal
  */
-async function rest(seconds) {
-  const { signal } = following;
+async function rest(seconds, signal) {
   for (state.retryIn = seconds; state.retryIn > 0 && !signal.aborted; state.retryIn -= 1) {
     show();
     await pause(signal);
   }
-  state.retryIn = 0;
-}
-
-export function choose() {
-  following.abort();
 }
 
 /**
@@ -255,11 +212,11 @@ function say(sentence) {
  * @param {string | null} done
  */
 export async function change(what, how, done) {
+  const text = language.words;
   try {
-    await askJson(pathOf(chosen(), what), how);
+    await ask(pathOf(chosen(), what), how);
     state.notice = done;
   } catch (error) {
-    const text = language.words;
     const { kind, message } = troubleOf(error);
     state.notice =
       kind === "forbidden" ? text.mayNotChange : fill(text.failed, { reason: message });
