@@ -53,9 +53,10 @@ class _Rival(ABC):
         self._now = 0.0
         self._sent: dict[str, _Sent] = {}
         self._computing: dict[str, None] = {}  # requests without a first token, in order
-        bit = cluster.holdings.sets.bit
+        peers = cluster.holdings.peers
         self._views = {
-            name: View(name, bit(name), partial(cluster.scrape, name)) for name in cluster.names
+            name: View(name, peers[name].bit, partial(cluster.scrape, name))
+            for name in cluster.names
         }
 
     def choose(self, request: str, prompt: Prompt, now: float) -> str:

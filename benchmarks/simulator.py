@@ -154,7 +154,7 @@ class _Peers(Elsewhere):
         self._once: dict[str, OrderedDict[bytes, None]] = {}  # chunks that a replica used once
 
     def add(self, name: str) -> None:
-        self._bits[name] = self._mirror.sets.bit(name)
+        self._bits[name] = self._mirror.peers[name].bit
         self._once[name] = OrderedDict()
         self.replicas[name] = ReplicaModel(name, self._engine, self)
 
@@ -185,7 +185,7 @@ class _Peers(Elsewhere):
         if not source.peers:
             self._reads_until = max(self._reads_until, now + source.seconds)
             return Taken(len(keys))
-        donor = self.replicas[self._source.choice(self._mirror.sets.names(source.peers))]
+        donor = self.replicas[self._source.choice(self._mirror.peers.names(source.peers))]
         granted = donor.pool.pin_shared(keys)
         donor.pool.unpin(granted)
         if self._engine.disk:
@@ -234,6 +234,8 @@ class Simulator:
         names = [f"replica {number}" for number in range(replicas)]
         for name in names:
             self._index.join(Member(name, "127.0.0.1:1"), 32 + len(GROUP), 0.0)
+        self._hear()
+        for name in names:
             self._peers.add(name)
         self._replicas = self._peers.replicas
         self._wakes = dict.fromkeys(names, inf)  # when each is looked at next
@@ -241,7 +243,6 @@ class Simulator:
         self._scraped: dict[str, tuple[float, Gauges]] = {}
         self._policy = maker(Cluster(names, engine, self._mirror, self._scrape), random.Random(0))
         self._sent = Counter(dict.fromkeys(names, 0))
-        self._hear()
 
     def run(self, requests: Sequence[Request]) -> Result:
         for replica in self._replicas.values():

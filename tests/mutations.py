@@ -210,8 +210,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/peer_tier.py",
-        "            background.post(self.disk.reset)\n",
-        "            pass\n",
+        "                background.post(self.disk.reset)\n",
+        "                pass\n",
         "after new weights, a disk is still used as that of the old ones",
         ("tests/replica/test_disk.py",),
     ),
@@ -434,12 +434,17 @@ MUTATIONS = (
     # -- tracker and mirror --------------------------------------------------------------------
     Mutation(
         "mirror.py",
-        "        yield from self._remove_all(shards, ~self.sets.set_of(left))\n"
-        "        self.sets.forget(left)\n",
-        "        self.sets.forget(left)\n"
-        "        yield from self._remove_all(shards, ~self.sets.set_of(left))\n",
+        "            yield from self._remove_all(shards, ~sum(each.bit for each in absent))\n",
+        "            pass\n",
         "a new replica is asked for the chunks of one that has left",
         ("tests/mirror/test_mirror.py",),
+    ),
+    Mutation(
+        "peers.py",
+        "if peer.address is None and not (in_grace and peer.epoch != self._epoch):",
+        "if peer.address is None:",
+        "when the tracker restarts, donors take back the grants of all fetches under way",
+        ("tests/test_peers.py",),
     ),
     Mutation(
         "tracker/index.py",

@@ -1,9 +1,7 @@
 """A copy of the index: which replicas hold a chunk, without a call.
 
-The peers that hold a chunk are an integer: each has a number, and a set has their bits
-(`PeerSets`). So a lookup, or the search for the holders of a whole prefix, costs almost the same
-whatever the number of peers. Once a peer has left, its number is reused, so a set that was read
-before may name the wrong peer.
+The peers that hold a chunk are an integer, a set of their numbers (`Peers`). So a lookup, or the
+search for the holders of a whole prefix, costs almost the same whatever the number of peers.
 
 Threading: any thread may read at any time without a lock: a reader looks at one dictionary or one
 attribute. All other methods are for one writing thread, that of the tracker's client, which can
@@ -17,11 +15,11 @@ published or used least recently are dropped.
 """
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from struct import iter_unpack
 
+from xinference_xavier.peers import Peer, Peers
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
     SHORT_KEY,
@@ -36,73 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARED = 100_000
 """Sets that are one object wherever they are held; beyond them each holder has its own."""
-
-
-class PeerSets:
-    def __init__(self) -> None:
-        self.version = 0
-        """Changes whenever a number is given or freed."""
-        self._numbers: dict[str, int] = {}
-        self._names: list[str] = []  # by number
-        self._free: deque[int] = deque()  # numbers of peers that have left
-        self._shared: dict[int, int] = {}
-
-    @property
-    def peers(self) -> Set[str]:
-        return self._numbers.keys()
-
-    @property
-    def size(self) -> int:
-        """All numbers are below it."""
-        return len(self._names)
-
-    def bit(self, peer: str) -> int:
-        """The set of this peer alone, which may be a new one."""
-        if peer not in self._numbers:
-            if self._free:
-                number = self._free.popleft()
-                self._names[number] = peer
-            else:
-                number = len(self._names)
-                self._names.append(peer)
-            self._numbers[peer] = number
-            self.version += 1
-        return 1 << self._numbers[peer]
-
-    def set_of(self, peers: Iterable[str]) -> int:
-        """Ignores peers without a number."""
-        found = 0
-        for peer in peers:
-            number = self._numbers.get(peer)
-            if number is not None:
-                found |= 1 << number
-        return found
-
-    def names(self, peers: int) -> list[str]:
-        """The names of known peers: the set may be older than this object."""
-        names, found = self._names, []
-        while peers:
-            number = peers.bit_length() - 1
-            if number < len(names):
-                found.append(names[number])
-            peers ^= 1 << number
-        return found
-
-    def shared(self, peers: int) -> int:
-        """The same set as one object: with a thousand peers, each takes 160 bytes."""
-        if len(self._shared) >= MAX_SHARED:
-            return self._shared.get(peers, peers)
-        return self._shared.setdefault(peers, peers)
-
-    def forget(self, peers: Iterable[str]) -> None:
-        """They have left, and no set has them any more."""
-        gone = self.set_of(peers)
-        self.version += 1
-        for peer in peers:
-            self._free.append(self._numbers.pop(peer))
-        self._shared = {held: held for held in self._shared if not held & gone}
-
-
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 PIECE = 250
 """Keys of a piece: about an eighth of a millisecond."""
@@ -117,17 +48,19 @@ _Shards = list[dict[bytes, int]]
 class Mirror:
     """What the replicas other than `incarnation` hold, as of `revision` of `epoch`.
 
-    `enabled` is the operator's switch. `serving` are the peers that can be fetched from now; others
-    may hold chunks, too.
+    `enabled` is the operator's switch. Unless new peers are `trusted`, nothing is fetched from them
+    before that.
     """
 
-    def __init__(self, incarnation: str, *, max_keys: int = 2_000_000) -> None:
+    def __init__(
+        self, incarnation: str, *, trusted: bool = True, max_keys: int = 2_000_000
+    ) -> None:
+        self.peers = Peers(incarnation, trusted=trusted)
         self.enabled = True
         self.settings = INITIAL_SETTINGS
         self._log = RateLimitedLog(logger)
         self._incarnation = incarnation
         self._max_keys = max_keys
-        self._trusted: frozenset[str] | None = None
         self.clear()
 
     def __len__(self) -> int:
@@ -159,41 +92,29 @@ class Mirror:
 
     def holders(self, key: bytes) -> tuple[str, ...]:
         """`usable_set` by name, for people."""
-        return tuple(sorted(self.sets.names(self.usable_set(key))))
-
-    def address(self, incarnation: str) -> str | None:
-        """The address of a peer's actor; None if it is not a member."""
-        return self._members.get(incarnation)
+        return tuple(sorted(self.peers.names(self.usable_set(key))))
 
     def is_usable(self, peer: str) -> bool:
         """True if chunks can be fetched from `peer`, provided that it holds any."""
-        trusted = self._trusted is None or peer in self._trusted
-        return self.enabled and trusted and peer in self.serving
-
-    @property
-    def peers(self) -> frozenset[str]:
-        """The incarnations of the other members."""
-        return frozenset(self._members)
+        return bool(self._usable & self.peers.set_of((peer,)))
 
     # -- writing ------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget everything but the operator's switch and who is trusted."""
+        """Forget everything but the operator's switch."""
         self.epoch, self.revision = "", 0
+        self.peers.clear()
         self._shards = _empty()
         self._size = 0
         self._usable = 0  # the set of peers that can be fetched from
-        self.sets = PeerSets()
-        self._members: dict[str, str] = {}  # addresses, by incarnation
+        self._shared: dict[int, int] = {}
         self._roster: dict[str, Member] = {}  # with this replica, in the order of joining
-        self.serving: frozenset[str] = frozenset()
         self.eldest = ""  # the incarnation of the member that joined first
-        self._applied: dict[str, int] = {}  # sequences, by incarnation
-        self._stale: dict[str, dict[bytes, int]] = {}  # sequences, by incarnation and key
 
-    def trust(self, peers: frozenset[str] | None) -> None:
-        """Only these peers can be fetched from; None: all."""
-        self._trusted = peers
+    def trust(self, peers: frozenset[str]) -> None:
+        """Only these peers can be fetched from."""
+        for peer in self.peers.values():
+            peer.trusted = peer.name in peers
         self._set_usable()
 
     def apply(self, update: Update) -> None:
@@ -225,18 +146,21 @@ class Mirror:
         shards = _empty() if update.snapshot else self._shards
         if update.snapshot:
             self._size = 0
-        # Peers that may hold some of `shards`, from which a new holding takes a pass over all keys.
-        listed = set[str]() if update.snapshot else set(self.sets.peers)
+        fresh = {peer.name for peer in self.peers.values() if update.snapshot or not peer.is_listed}
         for change in update.changes:
-            if change.incarnation != self._incarnation:
-                if change.replaces and change.incarnation in listed:
-                    held = self.sets.set_of((change.incarnation,))
-                    yield from self._remove_all(shards, ~held)
-                listed.add(change.incarnation)
-                yield from self._apply(shards, change, update.key_bytes)
-        left = self.sets.peers - self._members.keys()
-        if left:
-            yield from self._forget(shards, left)
+            peer = self.peers.get(change.incarnation)
+            if peer is not None and peer.address is not None:
+                if change.replaces and peer.name not in fresh:
+                    yield from self._remove_all(shards, ~peer.bit)
+                fresh.discard(peer.name)
+                yield from self._apply(shards, peer, change, update.key_bytes)
+        absent = [each for each in self.peers.values() if each.address is None and each.is_listed]
+        if absent and not update.snapshot:
+            yield from self._remove_all(shards, ~sum(each.bit for each in absent))
+        for peer in absent:
+            peer.is_listed, peer.published = False, 0
+            peer.stale.clear()
+        self.peers.forget_absent()
         old, self._shards = self._shards, shards
         self._set_usable()
         self.epoch, self.revision = update.epoch, update.revision
@@ -249,25 +173,23 @@ class Mirror:
         for incarnation in update.left:
             self._roster.pop(incarnation, None)
         self._roster |= {member.incarnation: member for member in update.members}
-        peers = [each for name, each in self._roster.items() if name != self._incarnation]
-        self._members = {peer.incarnation: peer.address for peer in peers}
-        self.serving = frozenset(peer.incarnation for peer in peers if peer.serves)
+        self.peers.follow(self._roster.values(), update.epoch)
         self.eldest = next(iter(self._roster), "")
 
-    def record_stale(self, key: bytes, peer: str, sequence: int) -> None:
-        """Remove an entry: `peer` does not hold `key`, and had published up to `sequence`.
+    def record_stale(self, key: bytes, name: str, sequence: int) -> None:
+        """Remove an entry: this peer does not hold `key`, and had published up to `sequence`.
 
         Publications up to `sequence` that arrive later do not bring it back, later ones do. If a
         later one has been applied already, it is newer than the answer, and the entry stays.
         """
-        if sequence < self._applied.get(peer, 0) or peer not in self._members:
+        peer = self.peers.get(name)
+        if peer is None or peer.address is None or sequence < peer.published:
             return
         short = key[_SHORT]
-        self._remove(self._shards, ~self.sets.set_of((peer,)), (short,))
-        stale = self._stale.setdefault(peer, {})
-        stale[short] = sequence
-        if len(stale) > MAX_STALE:
-            del stale[next(iter(stale))]
+        self._remove(self._shards, ~peer.bit, (short,))
+        peer.stale[short] = sequence
+        if len(peer.stale) > MAX_STALE:
+            del peer.stale[next(iter(peer.stale))]
 
     def used(self, keys: Iterable[bytes]) -> None:
         """These keys go last."""
@@ -283,23 +205,22 @@ class Mirror:
         return self._size > self._max_keys // 2
 
     def _set_usable(self) -> None:
-        usable = self.serving if self._trusted is None else self.serving & self._trusted
-        self._usable = self.sets.set_of(usable) if self.enabled else 0
+        fetchable = (each.bit for each in self.peers.values() if each.serves and each.trusted)
+        self._usable = sum(fetchable) if self.enabled else 0
 
-    def _apply(self, shards: _Shards, change: Change, key_bytes: int) -> Iterator[int]:
-        incarnation, sequence = change.incarnation, change.sequence
+    def _apply(self, shards: _Shards, peer: Peer, change: Change, key_bytes: int) -> Iterator[int]:
+        peer.is_listed = True
         for keys in _pieces(change.removed, key_bytes):
-            self._remove(shards, ~self.sets.bit(incarnation), keys)
+            self._remove(shards, ~peer.bit, keys)
             yield len(keys)
         for keys in _pieces(change.added, key_bytes):
-            if stale := self._stale.get(incarnation):
-                keys = [key for key in keys if stale.get(key, -1) < sequence]
-            self._add(shards, self.sets.bit(incarnation), keys)
+            if stale := peer.stale:
+                keys = [key for key in keys if stale.get(key, -1) < change.sequence]
+            self._add(shards, peer.bit, keys)
             yield len(keys)
-        self._applied[incarnation] = sequence
-        if stale := self._stale.get(incarnation):
-            # Publications arrive in order: older ones than this no longer come.
-            self._stale[incarnation] = {key: n for key, n in stale.items() if n >= sequence}
+        peer.published = change.sequence
+        if peer.stale:  # publications arrive in order: older ones than this no longer come
+            peer.stale = {key: n for key, n in peer.stale.items() if n >= change.sequence}
 
     def _add(self, shards: _Shards, bit: int, keys: Iterable[bytes]) -> None:
         wider: dict[int, int] = {}
@@ -316,7 +237,7 @@ class Mirror:
                 del shard[key]
             held_now = wider.get(held)
             if held_now is None:
-                held_now = wider[held] = self.sets.shared(held | bit)
+                held_now = wider[held] = self._one(held | bit)
             shard[key] = held_now
 
     def _drop(self, shards: _Shards, first: int) -> None:
@@ -336,7 +257,7 @@ class Mirror:
             held = shard.get(key, 0)
             held_now = narrower.get(held)
             if held_now is None:
-                held_now = narrower[held] = self.sets.shared(held & kept)
+                held_now = narrower[held] = self._one(held & kept)
             if held_now:
                 shard[key] = held_now
             elif held:
@@ -349,12 +270,11 @@ class Mirror:
             yield len(shard)
             self._remove(shards, kept, [key for key, held in shard.items() if held & ~kept])
 
-    def _forget(self, shards: _Shards, left: set[str]) -> Iterator[int]:
-        yield from self._remove_all(shards, ~self.sets.set_of(left))
-        self.sets.forget(left)
-        for incarnation in left:
-            self._applied.pop(incarnation, None)
-            self._stale.pop(incarnation, None)
+    def _one(self, peers: int) -> int:
+        """The same set as one object: with hundreds of peers, each takes 60 bytes."""
+        if len(self._shared) >= MAX_SHARED:
+            self._shared = {}
+        return self._shared.setdefault(peers, peers)
 
 
 def _empty() -> _Shards:

@@ -29,7 +29,7 @@ from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.replica.disk import Disk
-from xinference_xavier.replica.peer_tier import DiskTier
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import aio
 
@@ -63,7 +63,7 @@ class Inside:
         stores = Path(config.disk)
         obey_orders(stores)
         disk = Disk(stores, config.disk_bytes, config.model_uid, self.region, self.pool)
-        tier = DiskTier(self.pool, Mirror(settings.incarnation), disk)
+        tier = PeerTier(self.pool, Mirror(settings.incarnation), disk)
         self.worker = Worker(self.region, self._folder / "wrong")
         self.scheduler = Scheduler(
             settings.incarnation,
@@ -238,7 +238,7 @@ class Inside:
         counts = self.pool.counts()
         process = psutil.Process()
         weights = self.scheduler.weights
-        names = self.replica.mirror.sets.names
+        names = self.replica.mirror.peers.names
         held_by_peers = {
             key: held for shard in self.replica.mirror._shards for key, held in shard.items()
         }
@@ -255,8 +255,8 @@ class Inside:
                 if row is not None
             ),
             "mirror": {key: sorted(names(held)) for key, held in held_by_peers.items()},
-            "peers": set(self.replica.mirror.peers),
-            "serving": set(self.replica.mirror.serving),
+            "peers": set(self.replica.mirror.peers.members),
+            "serving": set(self.replica.mirror.peers.serving),
             "namespace": self.replica._client.namespace,
             "connected": self.replica._client.joined.is_set(),
             "tasks": len(aio._running),

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -70,7 +71,9 @@ class ScriptedTier(PeerTier):
     does."""
 
     def __init__(self, pool: Pool, name: str) -> None:
-        super().__init__(pool, Mirror(name))
+        disk: Any = SimpleNamespace(index={})
+        super().__init__(pool, Mirror(name), disk)
+        self.host_disk = disk
         self.is_ready = True
         self.listening = True
         self.forget()
@@ -86,6 +89,10 @@ class ScriptedTier(PeerTier):
 
     @property
     def reaches_peers(self) -> bool:
+        return self.is_ready
+
+    @property
+    def sharing(self) -> bool:
         return self.is_ready
 
     def on_stored(self, rows: Sequence[Row]) -> None:
@@ -105,7 +112,7 @@ class ScriptedTier(PeerTier):
         return fetch
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
-        if not (self.is_ready and self.mirror.enabled and self.mirror.peers):
+        if not (self.is_ready and self.mirror.enabled and self.peers.members):
             return None
         self.claims.append(Claim(keys, seconds))
         return self.claims[-1]
@@ -118,8 +125,9 @@ class ScriptedTier(PeerTier):
 
     # -- what peers do ------------------------------------------------------------------------
 
-    def peers_hold(self, **holdings: Iterable[bytes]) -> None:
-        """These incarnations hold these chunks, and no others hold any."""
+    def peers_hold(self, disk: Iterable[bytes] = (), **holdings: Iterable[bytes]) -> None:
+        """These incarnations hold these chunks, and no others hold any; and so the disk."""
+        self.host_disk.index = dict.fromkeys(disk)
         self.mirror.apply(
             Update(
                 revision=self.mirror.revision + 1,
@@ -134,6 +142,10 @@ class ScriptedTier(PeerTier):
                 ),
             )
         )
+
+    def only_hold(self, **holdings: Iterable[bytes]) -> None:
+        """Like `peers_hold`, but who was there before stays, and holds nothing."""
+        self.peers_hold(**dict.fromkeys(self.peers.members, ()) | holdings)
 
     def end(self, fetch: Fetch, arrived: int | None = None, seconds: float = 0.01) -> None:
         """The first `arrived` rows arrived (default: all), and the rest will not."""

@@ -4,77 +4,15 @@ tried again after a while."""
 import math
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.scheduling import CHUNK, ROW_BYTES
-from xinference_xavier.engine.costs import (
-    MAX_PAUSE,
-    MAX_RETRY_AFTER,
-    RETRY_AFTER,
-    CostModel,
-    LinearFit,
-    PrefillRate,
-    StepCost,
-)
+from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
+from xinference_xavier.peers import DISK, MAX_PAUSE, MAX_RETRY_AFTER, RETRY_AFTER, Peers, Source
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.pool.tier import DISK, Fetch
-
-
-def fit_of(*points: tuple[float, float]) -> LinearFit:
-    fit = LinearFit()
-    for x, y in points:
-        fit.add(x, y)
-    return fit
-
-
-class TestLinearFit:
-    """A line through points, where newer ones count more."""
-
-    def test_points_with_one_x_have_no_slope(self) -> None:
-        assert fit_of().slope is None
-        assert fit_of((10, 1.0)).slope is None
-        assert fit_of((10, 1.0), (10, 2.0), (10.1, 3.0)).slope is None
-
-    def test_the_slope_is_bounded_by_zero_and_the_origin(self) -> None:
-        falling = fit_of((1, 10.0), (9, 1.0))
-        assert falling.slope == 0.0
-        assert falling.largest(0.5) == 0.0, "no x has so little"
-        steep = fit_of((1, 0.0), (9, 80.0))
-        assert steep.slope == pytest.approx(steep.y / steep.x)
-
-    def test_old_points_are_forgotten(self) -> None:
-        old = [(x, 50.0 * x) for x in (1, 9)] * 20
-        new = [(x, 2.0 * x) for x in (1, 9)] * 20
-        assert fit_of(*old, *new).slope == pytest.approx(2.0, rel=0.05)
-
-    def test_points_on_a_line_give_that_line(self) -> None:
-        fit = fit_of(*((x, 0.02 + 0.003 * x) for x in (1, 5, 2, 9, 4)))
-        assert fit.slope == pytest.approx(0.003)
-        assert fit.predict(200) == pytest.approx(0.62)
-        assert fit.largest(0.62) == pytest.approx(200)
-
-    def test_a_prediction_from_points_with_one_x_is_optimistic(self) -> None:
-        """Otherwise one short fetch, mostly overhead, would prevent long ones and their
-        measurement."""
-        fit = fit_of((10, 0.1), (10, 0.1))
-        assert [fit.predict(x) for x in (5, 10, 100)] == pytest.approx([0.05, 0.1, 0.1])
-        assert fit.largest(0.1) == math.inf
-        assert fit.largest(0.05) == pytest.approx(5)
-
-    @given(
-        points=st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 1e4)), max_size=30),
-        x=st.integers(0, 100_000),
-        y=st.floats(-1e4, 1e5),
-    )
-    @example(points=[(17200, 13.5 / 1000), (9700, 2.0 / 1000)], x=0, y=0.0)  # rounding
-    def test_whatever_was_measured_predictions_are_numbers_of_at_least_zero(
-        self, points: list[tuple[int, float]], x: int, y: float
-    ) -> None:
-        fit = fit_of(*points)
-        assert 0 <= fit.predict(x) < math.inf
-        assert fit.largest(y) >= 0  # NaN would not be
-        assert fit.slope is None or 0 <= fit.slope < math.inf
+from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.protocol.tracker import Member
 
 
 def prompt_computed(rate: PrefillRate, steps: int = 8, tokens: int = 1000) -> None:
@@ -226,26 +164,33 @@ CHUNK_SECONDS = CHUNK / PREFILL
 NEVER = 1 << 30
 
 
-class Peer:
+class Fetching:
     """Fetches, mostly from the peer `a`; one begins every second."""
 
     def __init__(self) -> None:
-        self.cost_model = CostModel(row_bytes=ROW_BYTES)
+        self.peers = Peers("own")
+        self.peers.follow([Member(name, "127.0.0.1:1") for name in "ab"], "epoch")
+        self.cost_model = CostModel(self.peers, row_bytes=ROW_BYTES)
         self.now = 1000.0
+
+    @property
+    def a(self) -> Source:
+        return self.peers["a"]
 
     def fetch(
         self,
         rows: int,
         seconds: float,
         *,
-        source: str = "a",
+        source: Source | None = None,
         arrived: int | None = None,
         transport: str = "gloo",
         reason: str | None = None,
     ) -> None:
-        fetch = Fetch(source, [Row(b"", 0)] * rows, deadline=0.0)
+        source = source or self.a
+        fetch = Fetch(source.name, [Row(b"", 0)] * rows, deadline=0.0)
         self.now += 1.0
-        self.cost_model.begun(fetch, rows * CHUNK_SECONDS, self.now)
+        self.cost_model.begun(fetch, source, rows * CHUNK_SECONDS, self.now)
         fetch.committed = fetch.rows[: rows if arrived is None else arrived]
         fetch.seconds, fetch.transport, fetch.reason = seconds, transport, reason
         self.cost_model.ended(fetch, self.now)
@@ -259,184 +204,180 @@ class Peer:
         """The smallest number of chunks that are predicted to be faster to fetch than to compute,
         at `chunk_seconds` each; NEVER if no number is."""
         for count in range(1, 1000):
-            if self.cost_model.rate(peer, self.now).predict(count) < count * chunk_seconds:
+            if self.peers[peer].rate(self.now).predict(count) < count * chunk_seconds:
                 return count
         return NEVER
 
 
 @pytest.fixture
-def peer() -> Peer:
-    return Peer()
+def fetching() -> Fetching:
+    return Fetching()
 
 
-def test_unknown_costs_favour_fetching(peer: Peer) -> None:
-    assert peer.min_chunks() == 1
-    assert peer.cost_model.rate("a", peer.now).largest(0.001) == math.inf
-    peer.learn(100.0, 1.0)
-    assert peer.min_chunks(peer="b") == 1, "nothing is known of the other peer"
+def test_unknown_costs_favour_fetching(fetching: Fetching) -> None:
+    assert fetching.min_chunks() == 1
+    assert fetching.a.rate(fetching.now).largest(0.001) == math.inf
+    fetching.learn(100.0, 1.0)
+    assert fetching.min_chunks(peer="b") == 1, "nothing is known of the other peer"
 
 
-def test_the_minimum_follows_from_both_rates(peer: Peer) -> None:
-    peer.learn(0.55, 0.028)  # saves 0.1 s a chunk
-    assert peer.min_chunks() == 6
-    assert peer.min_chunks(CHUNK_SECONDS * 2) == 3
-    assert peer.min_chunks(CHUNK_SECONDS / 10) == NEVER
+def test_the_minimum_follows_from_both_rates(fetching: Fetching) -> None:
+    fetching.learn(0.55, 0.028)  # saves 0.1 s a chunk
+    assert fetching.min_chunks() == 6
+    assert fetching.min_chunks(CHUNK_SECONDS * 2) == 3
+    assert fetching.min_chunks(CHUNK_SECONDS / 10) == NEVER
 
 
-def test_each_transport_has_its_own_rate_and_the_latest_counts(peer: Peer) -> None:
-    peer.learn(0.55, 0.028)
-    peer.fetch(4, 60.0, transport="shared_memory")
-    assert peer.min_chunks() == 1, "the first fetch opens the link and does not count"
-    peer.fetch(4, 0.662)
-    assert peer.min_chunks() == 6
+def test_each_transport_has_its_own_rate_and_the_latest_counts(fetching: Fetching) -> None:
+    fetching.learn(0.55, 0.028)
+    fetching.fetch(4, 60.0, transport="shared_memory")
+    assert fetching.min_chunks() == 1, "the first fetch opens the link and does not count"
+    fetching.fetch(4, 0.662)
+    assert fetching.min_chunks() == 6
 
 
-def test_a_failed_fetch_counts_as_the_time_that_it_took(peer: Peer) -> None:
-    peer.learn(0.0, 0.01)
-    before = peer.cost_model.rate("a", peer.now).predict(10)
-    peer.fetch(10, 5.0, arrived=0, reason="timeout")
-    assert peer.cost_model.rate("a", peer.now).predict(10) > before + 0.5
+def test_a_failed_fetch_counts_as_the_time_that_it_took(fetching: Fetching) -> None:
+    fetching.learn(0.0, 0.01)
+    before = fetching.a.rate(fetching.now).predict(10)
+    fetching.fetch(10, 5.0, arrived=0, reason="timeout")
+    assert fetching.a.rate(fetching.now).predict(10) > before + 0.5
 
 
-def test_a_chunk_that_the_donor_lacks_says_nothing_about_it(peer: Peer) -> None:
-    peer.learn(0.55, 0.028)
+def test_a_chunk_that_the_donor_lacks_says_nothing_about_it(fetching: Fetching) -> None:
+    fetching.learn(0.55, 0.028)
     for _ in range(3):
-        peer.fetch(10, 5.0, arrived=0, reason="not held")
-    assert peer.min_chunks() == 6
-    assert peer.cost_model.left_out() == []
+        fetching.fetch(10, 5.0, arrived=0, reason="not held")
+    assert fetching.min_chunks() == 6
+    assert not fetching.a.outage.is_on
 
 
 class TestFailingPeer:
     @pytest.fixture
-    def peer(self, peer: Peer) -> Peer:
-        peer.learn(0.0, 0.01)
-        self.fail(peer)
-        return peer
+    def fetching(self, fetching: Fetching) -> Fetching:
+        fetching.learn(0.0, 0.01)
+        self.fail(fetching)
+        return fetching
 
-    def fail(self, peer: Peer) -> None:
-        peer.fetch(1, 5.0, arrived=0, reason="timeout")
+    def fail(self, fetching: Fetching) -> None:
+        fetching.fetch(1, 5.0, arrived=0, reason="timeout")
 
-    def test_is_left_out_after_two_failures_in_a_row(self, peer: Peer) -> None:
-        assert peer.cost_model.left_out() == []
-        peer.fetch(1, 0.01)
-        self.fail(peer)
-        assert peer.cost_model.left_out() == []
-        self.fail(peer)
-        assert peer.cost_model.left_out() == ["a"]
-        assert peer.cost_model.report(len)["left_out"] == {"a": "timeout"}
+    def test_is_left_out_after_two_failures_in_a_row(self, fetching: Fetching) -> None:
+        assert not fetching.a.outage.is_on
+        fetching.fetch(1, 0.01)
+        self.fail(fetching)
+        assert not fetching.a.outage.is_on
+        self.fail(fetching)
+        assert fetching.a.outage.is_on
+        assert fetching.cost_model.report()["left_out"] == {"a": "timeout"}
+        fetching.peers.follow([], "epoch")
+        fetching.peers.forget_absent()
+        assert fetching.cost_model.report()["left_out"] == {}, "nobody can mend what has left"
 
-    def test_is_probed_after_pauses_that_double(self, peer: Peer) -> None:
+    def test_is_tried_after_pauses_that_double(self, fetching: Fetching) -> None:
         pauses = []
         for _ in range(9):
-            self.fail(peer)
-            probe_at = peer.cost_model._left_out["a"].probe_at
-            pauses.append(probe_at - peer.now)
-            assert peer.cost_model.left_out(probe_at - 0.1) == []
-            assert peer.cost_model.left_out(probe_at) == ["a"]
+            self.fail(fetching)
+            at = fetching.a.outage.until
+            pauses.append(at - fetching.now)
+            assert not fetching.a.is_due(at - 0.1)
+            assert fetching.a.is_due(at)
         assert pauses == [1, 2, 4, 8, 16, 32, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
 
-    def test_gets_one_probe_at_a_time(self, peer: Peer) -> None:
-        self.fail(peer)
-        peer.now += 1.0
-        peer.cost_model.begun(Fetch("a", [Row(b"", 0)], deadline=0.0), None, peer.now)
-        assert peer.cost_model.left_out(peer.now + 1e6) == []
-        assert peer.cost_model.left_out() == ["a"]
+    def test_gets_one_trial_at_a_time(self, fetching: Fetching) -> None:
+        self.fail(fetching)
+        fetching.now += 1.0
+        fetch = Fetch("a", [Row(b"", 0)], deadline=0.0)
+        fetching.cost_model.begun(fetch, fetching.a, None, fetching.now)
+        assert fetching.a.outage.is_on
+        assert not fetching.a.is_due(fetching.now + 1e6)
+        fetch.reason = "not held"
+        fetching.cost_model.ended(fetch, fetching.now)
+        assert not fetching.a.is_due(fetching.now)
+        assert fetching.a.is_due(fetching.now + 1.0), "it said nothing about the peer"
 
-    def test_is_as_new_after_a_probe_that_succeeds(self, peer: Peer) -> None:
-        self.fail(peer)
-        peer.fetch(1, 0.01)
-        assert peer.cost_model.left_out() == []
-        assert peer.cost_model.rate("a", peer.now).predict(10) == 0.0, "its rate is unknown"
-        self.fail(peer)
-        assert peer.cost_model.left_out() == []
-
-
-def test_a_fetch_gets_a_multiple_of_its_prediction(peer: Peer) -> None:
-    assert peer.cost_model.patience("a", 10, peer.now) == math.inf
-    peer.learn(0.0, 0.1)
-    assert peer.cost_model.patience("a", 10, peer.now) == pytest.approx(4.0)
-    assert peer.cost_model.patience("a", 1, peer.now) == 1.0, "long enough for a pause"
+    def test_is_as_new_after_a_trial_that_succeeds(self, fetching: Fetching) -> None:
+        self.fail(fetching)
+        fetching.fetch(1, 0.01)
+        assert not fetching.a.outage.is_on
+        assert fetching.a.rate(fetching.now).predict(10) == 0.0, "its rate is unknown"
+        self.fail(fetching)
+        assert not fetching.a.outage.is_on
 
 
-def test_a_slow_peer_is_tried_again_and_its_rate_replaced(peer: Peer) -> None:
-    peer.learn(1.0, 1.0)
-    assert peer.min_chunks() == NEVER
-    peer.now += RETRY_AFTER
-    assert peer.min_chunks() == NEVER
-    peer.now += 1.0
-    assert peer.min_chunks() == 1, "one fetch is made anyway"
+def test_a_fetch_gets_a_multiple_of_its_prediction(fetching: Fetching) -> None:
+    assert fetching.a.patience(10, fetching.now) == math.inf
+    fetching.learn(0.0, 0.1)
+    assert fetching.a.patience(10, fetching.now) == pytest.approx(4.0)
+    assert fetching.a.patience(1, fetching.now) == 1.0, "long enough for a pause"
+
+
+def test_a_slow_peer_is_tried_again_and_its_rate_replaced(fetching: Fetching) -> None:
+    fetching.learn(1.0, 1.0)
+    assert fetching.min_chunks() == NEVER
+    fetching.now += RETRY_AFTER
+    assert fetching.min_chunks() == NEVER
+    fetching.now += 1.0
+    assert fetching.min_chunks() == 1, "one fetch is made anyway"
     fetch = Fetch("a", [Row(b"", 0)] * 10, deadline=0.0)
-    peer.cost_model.begun(fetch, 10 * CHUNK_SECONDS, peer.now)
-    assert peer.min_chunks() == NEVER, "but no second one before it ends"
+    fetching.cost_model.begun(fetch, fetching.a, 10 * CHUNK_SECONDS, fetching.now)
+    assert fetching.min_chunks() == NEVER, "but no second one before it ends"
     fetch.committed, fetch.seconds, fetch.transport = fetch.rows, 0.1, "gloo"
-    peer.cost_model.ended(fetch, peer.now)
-    assert peer.min_chunks() == 1
-    peer.now += RETRY_AFTER / 2
-    assert peer.cost_model.rate("a", peer.now).largest(0.05) == pytest.approx(5)
+    fetching.cost_model.ended(fetch, fetching.now)
+    assert fetching.min_chunks() == 1
+    fetching.now += RETRY_AFTER / 2
+    assert fetching.a.rate(fetching.now).largest(0.05) == pytest.approx(5)
 
 
-def test_a_peer_that_is_still_slow_is_avoided_again(peer: Peer) -> None:
-    peer.learn(1.0, 1.0)
-    peer.now += RETRY_AFTER + 1
-    assert peer.min_chunks() == 1
-    peer.fetch(10, 11.0)
-    assert peer.min_chunks() > 10
+def test_a_peer_that_is_still_slow_is_avoided_again(fetching: Fetching) -> None:
+    fetching.learn(1.0, 1.0)
+    fetching.now += RETRY_AFTER + 1
+    assert fetching.min_chunks() == 1
+    fetching.fetch(10, 11.0)
+    assert fetching.min_chunks() > 10
 
 
-def test_a_peer_that_stays_slow_is_tried_less_and_less(peer: Peer) -> None:
-    peer.learn(1.0, 1.0)
+def test_a_peer_that_stays_slow_is_tried_less_and_less(fetching: Fetching) -> None:
+    fetching.learn(1.0, 1.0)
     after = RETRY_AFTER
     while after < MAX_RETRY_AFTER:
-        peer.now += after + 1
-        peer.fetch(10, 11.0)
+        fetching.now += after + 1
+        fetching.fetch(10, 11.0)
         after *= 2
-        peer.now += after
-        assert peer.min_chunks() > 10
-        assert peer.cost_model.measured(peer.now) == ["a"]
-    peer.now += MAX_RETRY_AFTER + 1
-    peer.fetch(10, 11.0)
-    peer.now += MAX_RETRY_AFTER + 1
-    assert peer.min_chunks() == 1, "it is never given up"
+        fetching.now += after
+        assert fetching.min_chunks() > 10
+        assert fetching.a.rate(fetching.now)
+    fetching.now += MAX_RETRY_AFTER + 1
+    fetching.fetch(10, 11.0)
+    fetching.now += MAX_RETRY_AFTER + 1
+    assert fetching.min_chunks() == 1, "it is never given up"
 
 
-def test_a_disk_whose_first_reading_is_slow_is_tried_as_soon_as_a_peer(peer: Peer) -> None:
-    peer.fetch(10, 11.0, source=DISK, transport=DISK)
-    assert peer.cost_model.measured(peer.now + RETRY_AFTER) == [DISK]
-    assert peer.cost_model.measured(peer.now + RETRY_AFTER + 1) == []
+def test_a_disk_whose_first_reading_is_slow_is_tried_as_soon_as_a_peer(fetching: Fetching) -> None:
+    disk = fetching.peers.disk
+    fetching.fetch(10, 11.0, source=disk, transport=DISK)
+    assert disk.rate(fetching.now + RETRY_AFTER)
+    assert not disk.rate(fetching.now + RETRY_AFTER + 1)
 
 
-def test_a_peer_that_was_slow_and_is_fast_is_as_any_other(peer: Peer) -> None:
-    peer.learn(1.0, 1.0)
-    peer.now += RETRY_AFTER + 1
-    peer.fetch(10, 11.0)
-    peer.now += 2 * RETRY_AFTER + 1
-    peer.fetch(10, 0.1)
-    peer.fetch(10, 11.0)
-    peer.now += RETRY_AFTER + 1
-    assert peer.min_chunks() == 1
+def test_a_peer_that_was_slow_and_is_fast_is_as_any_other(fetching: Fetching) -> None:
+    fetching.learn(1.0, 1.0)
+    fetching.now += RETRY_AFTER + 1
+    fetching.fetch(10, 11.0)
+    fetching.now += 2 * RETRY_AFTER + 1
+    fetching.fetch(10, 0.1)
+    fetching.fetch(10, 11.0)
+    fetching.now += RETRY_AFTER + 1
+    assert fetching.min_chunks() == 1
 
 
-def test_fetches_that_took_longer_than_computing_are_counted(peer: Peer) -> None:
-    peer.learn(0.0, 0.1)
-    counted = peer.cost_model.decisions.slower_than_prefill
-    peer.fetch(20, 2.5)
-    assert peer.cost_model.decisions.slower_than_prefill == counted
-    peer.fetch(20, 3.0)
-    assert peer.cost_model.decisions.slower_than_prefill == counted + 1, "computing takes 2.56 s"
-
-
-def test_the_number_of_known_peers_is_bounded() -> None:
-    cost_model = CostModel(row_bytes=ROW_BYTES)
-    for number in sorted(2 * [*range(1010)]):
-        fetch = Fetch(f"peer {number}", [Row(b"", 0)], deadline=0.0)
-        cost_model.begun(fetch, CHUNK_SECONDS, float(number))
-        cost_model.ended(fetch, float(number))
-    assert len(cost_model._peers) == len(cost_model._left_out) == 1000
-    assert len(cost_model.report(len)["left_out"]) == 100, "a heartbeat carries it"
-    oldest = next(iter(cost_model._left_out))
-    remaining = cost_model.report(lambda names: names == [oldest])["left_out"]
-    assert list(remaining) == [oldest], "those that have left do not hide it"
-    assert not cost_model._pending
+def test_fetches_that_took_longer_than_computing_are_counted(fetching: Fetching) -> None:
+    fetching.learn(0.0, 0.1)
+    decisions = fetching.cost_model.decisions
+    counted = decisions.slower_than_prefill
+    fetching.fetch(20, 2.5)
+    assert decisions.slower_than_prefill == counted
+    fetching.fetch(20, 3.0)
+    assert decisions.slower_than_prefill == counted + 1, "computing takes 2.56 s"
 
 
 @given(
@@ -448,10 +389,10 @@ def test_the_number_of_known_peers_is_bounded() -> None:
 def test_whatever_was_measured_predictions_and_patience_are_numbers_of_at_least_zero(
     fetches: list[tuple[int, int, float]], rows: int
 ) -> None:
-    peer = Peer()
+    fetching = Fetching()
     for wanted, arrived, seconds in fetches:
-        peer.fetch(wanted, seconds, arrived=min(wanted, arrived), reason="timeout")
-    assert 0 <= peer.cost_model.rate("a", peer.now).predict(rows) < math.inf
-    assert peer.cost_model.patience("a", rows, peer.now) > 0
-    for rate in peer.cost_model.rates().values():
+        fetching.fetch(wanted, seconds, arrived=min(wanted, arrived), reason="timeout")
+    assert 0 <= fetching.a.rate(fetching.now).predict(rows) < math.inf
+    assert fetching.a.patience(rows, fetching.now) > 0
+    for rate in fetching.cost_model.rates().values():
         assert rate["bytes_per_s"] is None or rate["bytes_per_s"] > 0

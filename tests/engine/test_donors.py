@@ -16,8 +16,8 @@ from tests.engine.scheduling import (
     prefix_scan,
     window_scan,
 )
-from xinference_xavier.engine.costs import RETRY_AFTER
 from xinference_xavier.engine.keys import Group, Layout
+from xinference_xavier.peers import RETRY_AFTER
 
 PREFILL = 1000.0
 """Tokens per second; a chunk takes 0.128 s."""
@@ -35,7 +35,7 @@ class Engine(Scheduling):
         """A request for `count` new chunks, all of which each of `peers` holds."""
         self._prompts += 1
         keys = chunks(f"prompt {self._prompts}", count)
-        self.tier.peers_hold(**dict.fromkeys(peers, keys))
+        self.tier.only_hold(**dict.fromkeys(peers, keys))
         return self.arrive(f"request {self._prompts}", keys)
 
     def learn(self, overhead: float, per_row: float, peers: Iterable[str] = "a") -> None:
@@ -66,20 +66,6 @@ def test_chunks_that_are_faster_to_compute_are_computed() -> None:
     assert vllm.decisions["computed"] == 1
     assert vllm.attempt(vllm.request(6)) is None
     assert (vllm.decisions["computed"], vllm.decisions["fetched"]) == (1, 6)
-
-
-def test_a_peer_that_has_left_is_no_longer_reported_as_left_out() -> None:
-    vllm = Engine()
-    for _ in range(2):
-        request = vllm.request(4)
-        vllm.attempt(request)
-        vllm.tier.fetches[-1].reason = "timeout"
-        vllm.tier.end(vllm.tier.fetches[-1], arrived=0)
-        vllm.attempt(request)
-        vllm.finish(request)
-    assert vllm.decisions["left_out"] == {"a": "timeout"}
-    vllm.tier.peers_hold(b=[])
-    assert vllm.decisions["left_out"] == {}
 
 
 def test_a_slow_disk_is_tried_once() -> None:

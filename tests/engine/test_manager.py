@@ -18,8 +18,8 @@ from tests.engine.scheduling import (
 )
 from tests.logged import records
 from xinference_xavier.engine.keys import Group
+from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import PoolCounts
-from xinference_xavier.pool.tier import DISK
 
 FAILS = Mock(side_effect=ArithmeticError("planned"))
 

@@ -14,6 +14,7 @@ from tests.engine.scheduling import (
     chunks,
     waiting,
 )
+from xinference_xavier.peers import Source
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.pool.tier import Fetch, FetchState
 
@@ -214,7 +215,7 @@ def test_three_donors_may_fail_a_request(vllm: Scheduling) -> None:
 def test_rows_of_a_fetch_that_cannot_begin_are_free_again(
     vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm.manager.cost_model, "patience", Mock(side_effect=ArithmeticError))
+    monkeypatch.setattr(Source, "patience", Mock(side_effect=ArithmeticError))
     request = vllm.ask(4, a=4)
     assert vllm.attempt(request) is None
     assert vllm.pool.counts().filling == 0
@@ -249,7 +250,7 @@ class TestPeerThatFails:
 
     def hold(self, vllm: Scheduling, peers: str) -> None:
         keys = [key for number in range(100) for key in chunks(f"{number}", 6)]
-        vllm.tier.peers_hold(**dict.fromkeys(peers, keys))
+        vllm.tier.only_hold(**dict.fromkeys(peers, keys))
 
     def fails(self, vllm: Scheduling) -> None:
         """Two requests wait for the peer in vain."""
@@ -315,7 +316,7 @@ class TestSeveralDonors:
         """A request for six chunks, and the fetches that bring three each."""
         for number in range(4):  # the first fetch from each opens a link
             other = chunks(f"other {number}", 6)
-            vllm.tier.peers_hold(**{"ab"[number % 2]: other})
+            vllm.tier.only_hold(**{"ab"[number % 2]: other})
             vllm.fetch_and_finish(vllm.arrive(f"earlier {number}", other))
         request = vllm.ask(6, a=6, b=6)
         assert vllm.attempt(request) is None

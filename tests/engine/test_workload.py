@@ -281,7 +281,7 @@ class TestRates:
         for peer, scale in {"a": 1, "b": 3}.items():
             for number, count in enumerate((4, 4, 8, 4, 8)):
                 keys = chunks(f"prompt {peer} {number}", count)
-                engine.tier.peers_hold(**{peer: keys})
+                engine.tier.only_hold(**{peer: keys})
                 request = engine.arrive(f"{peer} {number}", keys)
                 engine.fetch_and_finish(request, scale * (0.1 + 0.01 * count))
         rates = engine.load().rates

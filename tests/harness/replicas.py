@@ -142,7 +142,7 @@ class _Inside:
         self.replica = Replica(
             XavierConfig(**options),
             engine=self.engine,
-            tier=PeerTier(self.pool, Mirror(name)),
+            tier=PeerTier(self.pool, Mirror(name, trusted=self.factor is None)),
             incarnation=name,
             namespace=namespace,
             key_bytes=KEY_BYTES,
@@ -246,7 +246,7 @@ class _Inside:
     def all_holders(self, key: bytes) -> tuple[str, ...]:
         """Also those that nothing is fetched from."""
         mirror = self.replica.mirror
-        return tuple(sorted(mirror.sets.names(mirror.full_set(key))))
+        return tuple(sorted(mirror.peers.names(mirror.full_set(key))))
 
     def counts(self) -> PoolCounts:
         return self.pool.counts()
@@ -289,7 +289,7 @@ class _Inside:
         return self.replica.mirror.enabled
 
     def address(self, peer: str) -> str | None:
-        return self.replica.mirror.address(peer)
+        return self.replica.mirror.peers.address(peer)
 
     def is_up(self) -> bool:
         """Whether it has joined and its transfer process knows the secret."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.logged import messages
 from xinference_xavier import mirror as module
-from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror, PeerSets
+from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 
 KEY = b"key1"
@@ -43,14 +43,15 @@ def test_holders_are_the_others(mirror: Mirror) -> None:
     mirror.apply(update(adds("b", 1, KEY), adds("a", 1, KEY), adds("own", 1, KEY, OTHER)))
     assert mirror.holders(KEY) == ("a", "b")
     assert mirror.holders(OTHER) == ()
-    assert (mirror.address("a"), mirror.address("own"), mirror.address("z")) == ("h:1", None, None)
+    assert mirror.peers.address("a") == "h:1"
+    assert "own" not in mirror.peers
     assert len(mirror) == 1
 
 
 def test_a_run_ends_where_no_peer_has_all_of_it(mirror: Mirror) -> None:
     keys = [b"key%d" % number for number in range(4)]
     mirror.apply(update(adds("a", 1, *keys[:3]), adds("b", 1, *keys[:2], keys[3])))
-    a, b = mirror.sets.bit("a"), mirror.sets.bit("b")
+    a, b = mirror.peers["a"].bit, mirror.peers["b"].bit
     assert mirror.usable_run(keys, -1) == (3, a)
     assert mirror.usable_run(keys, b) == (2, b)
     assert mirror.usable_run(keys[:2], -1) == (2, a | b)
@@ -58,11 +59,13 @@ def test_a_run_ends_where_no_peer_has_all_of_it(mirror: Mirror) -> None:
     assert mirror.usable_run([], -1) == (0, -1)
 
 
-def test_only_trusted_peers_can_be_fetched_from(mirror: Mirror) -> None:
-    mirror.trust(frozenset("b"))
+def test_only_trusted_peers_can_be_fetched_from() -> None:
+    mirror = Mirror("own", trusted=False)
     mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
+    assert mirror.holders(KEY) == ()
+    mirror.trust(frozenset("b"))
     assert mirror.holders(KEY) == ("b",)
-    assert sorted(mirror.sets.names(mirror.full_set(KEY))) == ["a", "b"]
+    assert sorted(mirror.peers.names(mirror.full_set(KEY))) == ["a", "b"]
     mirror.trust(frozenset("ab"))
     assert mirror.holders(KEY) == ("a", "b")
 
@@ -100,7 +103,7 @@ def test_only_members_hold_keys(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY, OTHER), adds("b", 1, KEY)))
     mirror.apply(update(members=(), left=("a",)))
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("b",), ())
-    assert (mirror.address("a"), mirror.peers) == (None, {"b"})
+    assert mirror.peers.keys() == {"b"}
 
 
 def test_a_new_member_holds_nothing_of_one_that_left(mirror: Mirror) -> None:
@@ -114,26 +117,27 @@ def test_a_new_member_holds_nothing_of_one_that_left(mirror: Mirror) -> None:
 def test_members_stay_until_they_leave(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=()))
-    assert (mirror.holders(KEY), mirror.peers) == (("a",), {"a", "b"})
+    assert (mirror.holders(KEY), mirror.peers.members) == (("a",), {"a", "b"})
     mirror.apply(update(members=(Member("a", "h:9"),)))
-    assert (mirror.address("a"), mirror.peers, mirror.eldest) == ("h:9", {"a", "b"}, "own")
+    assert (mirror.peers.address("a"), mirror.peers.members) == ("h:9", {"a", "b"})
+    assert mirror.eldest == "own"
 
 
 def test_a_snapshot_has_all_members(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=MEMBERS[2:], snapshot=True))
-    assert (mirror.peers, mirror.serving, mirror.eldest) == ({"b"}, {"b"}, "b")
+    assert (mirror.peers.members, mirror.peers.serving, mirror.eldest) == ({"b"}, {"b"}, "b")
 
 
 def test_a_peer_that_cannot_serve_keeps_its_keys(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=(MEMBERS[1]._replace(serves=False),)))
-    assert (mirror.holders(KEY), mirror.serving) == ((), {"b"})
-    assert mirror.sets.names(mirror.full_set(KEY)) == ["a"]
+    assert (mirror.holders(KEY), mirror.peers.serving) == ((), {"b"})
+    assert mirror.peers.names(mirror.full_set(KEY)) == ["a"]
     mirror.apply(update(members=(MEMBERS[1],)))
-    assert (mirror.holders(KEY), mirror.serving) == (("a",), {"a", "b"})
+    assert (mirror.holders(KEY), mirror.peers.serving) == (("a",), {"a", "b"})
     mirror.clear()
-    assert mirror.serving == frozenset()
+    assert mirror.peers.serving == frozenset()
 
 
 def test_a_mirror_has_no_holders_while_sharing_is_switched_off(mirror: Mirror) -> None:
@@ -154,7 +158,7 @@ def test_clearing_keeps_the_switch(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY), settings=Settings(5, False)))
     mirror.clear()
     assert (len(mirror), mirror.epoch, mirror.revision, mirror.enabled) == (0, "", 0, False)
-    assert mirror.peers == frozenset()
+    assert not mirror.peers
 
 
 class TestStaleEntries:
@@ -199,15 +203,12 @@ class TestStaleEntries:
     def test_stale_entries_are_forgotten_once_they_cannot_matter(self, mirror: Mirror) -> None:
         mirror.record_stale(KEY, "a", 5)
         mirror.apply(update(adds("a", 6, OTHER)))
-        assert not mirror._stale["a"]
-        mirror.record_stale(KEY, "a", 7)
-        mirror.apply(update(left=("a",), members=()))
-        assert "a" not in mirror._stale.keys() | mirror._applied.keys()
+        assert not mirror.peers["a"].stale
 
     def test_stale_entries_are_bounded(self, mirror: Mirror) -> None:
         for number in range(MAX_STALE + 10):
             mirror.record_stale(number.to_bytes(4, "big"), "a", 5)
-        assert len(mirror._stale["a"]) == MAX_STALE
+        assert len(mirror.peers["a"].stale) == MAX_STALE
 
 
 class TestFullMirror:
@@ -342,60 +343,13 @@ def test_a_key_takes_less_than_120_bytes() -> None:
     assert used / len(mirror) < 120
 
 
-@pytest.fixture
-def sets() -> PeerSets:
-    sets = PeerSets()
-    for peer in "abc":
-        sets.bit(peer)
-    return sets
-
-
-def test_a_set_names_its_peers(sets: PeerSets) -> None:
-    assert sets.bit("a") | sets.bit("c") == sets.set_of("ac")
-    assert sorted(sets.names(sets.set_of("ac"))) == ["a", "c"]
-    assert sets.names(0) == []
-    assert sets.peers == {"a", "b", "c"}
-
-
-def test_strangers_are_in_no_set(sets: PeerSets) -> None:
-    assert sets.set_of(["stranger", "b"]) == sets.bit("b")
-    assert "stranger" not in sets.peers
-
-
-def test_a_set_from_before_everything_was_forgotten_names_nobody(sets: PeerSets) -> None:
-    """The scheduler may still have one."""
-    assert PeerSets().names(sets.set_of("abc")) == []
-
-
-def test_numbers_are_used_again(sets: PeerSets) -> None:
-    for number in range(1000):
-        sets.bit(f"{number}")
-        sets.forget([f"{number}"])
-    assert sets.bit("last") < 1 << 4
-    assert sets.names(sets.set_of(["last"])) == ["last"]
-
-
-def test_the_version_tells_when_a_number_means_another_peer(sets: PeerSets) -> None:
-    versions = [sets.version]
-    for change in (lambda: sets.bit("d"), lambda: sets.forget("a"), lambda: sets.bit("e")):
-        change()
-        versions.append(sets.version)
-    assert len(set(versions)) == 4
-    sets.bit("e")
-    assert sets.version == versions[-1]
-
-
-def test_equal_sets_are_one_object(sets: PeerSets) -> None:
-    large = [sets.bit(f"{number}") for number in range(100)]
-    assert sets.shared(sum(large)) is sets.shared(sum(reversed(large)))
-
-
-def test_sets_that_exist_no_more_are_forgotten(
-    sets: PeerSets, monkeypatch: pytest.MonkeyPatch
+def test_equal_sets_are_one_object_within_limits(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SHARED", 2)
-    for names in ("a", "ab", "abc"):
-        assert sorted(sets.names(sets.shared(sets.set_of(names)))) == list(names)
-    assert len(sets._shared) == 2
-    sets.forget("b")
-    assert list(sets._shared) == [sets.set_of("a")]
+    members = tuple(Member(f"peer {number}", "h:1") for number in range(100))
+    changes = (adds(name, 1, KEY, OTHER) for name, *_ in members)
+    mirror.apply(update(*changes, members=members))
+    assert mirror.full_set(KEY) is mirror.full_set(OTHER)
+    assert len(mirror.holders(KEY)) == 100
+    assert len(mirror._shared) <= 2

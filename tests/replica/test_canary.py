@@ -101,7 +101,7 @@ class Scene:
         self.told: list[tuple[str, bool]] = []
         self.asked, self.answering = asyncio.Event(), asyncio.Event()
         self.answering.set()
-        self.mirror = Mirror("own")
+        self.mirror = Mirror("own", trusted=False)
         self.join("eldest", "own", "peer")
         namespace = SharedNamespace("namespace", self._move)
         self.canary = Canary("own", lambda _: None, self.mirror, namespace, self._differs)

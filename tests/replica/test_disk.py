@@ -19,9 +19,10 @@ from tests.harness.replicas import content, fresh_keys
 from xinference_xavier import disk as store_module
 from xinference_xavier.disk import Store, folder_of, summaries
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row, flush
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import DISK, Fetch, FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica import disk as module
@@ -30,7 +31,7 @@ from xinference_xavier.replica.disk import READERS, Disk, DiskState
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.peer_tier import DiskTier
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.runtime.aio import spawn
 
 ROW_BYTES = 8192
@@ -51,7 +52,7 @@ class Life:
         self.namespace = SharedNamespace("namespace", self._move)
         self.disk.move(self.namespace.lasting)
         self.mirror = Mirror("own")
-        self.tier = DiskTier(self.pool, self.mirror, self.disk)
+        self.tier = PeerTier(self.pool, self.mirror, self.disk)
         peers: Any = SimpleNamespace(
             namespace=self.namespace,
             differing=set(),
@@ -758,11 +759,11 @@ class Peers:
 
     def run(self, keys: bytes, without: Sequence[str] = ()) -> tuple[int, list[str]]:
         wanted = [self.keys.get(each, bytes(36)) for each in keys]
-        count, sources = self.tier.run(wanted, ~self.tier.set_of(without))
-        return count, sorted(self.tier.sources(sources)) if count else []
+        count, sources = self.tier.run(wanted, ~self.tier.peers.set_of(without))
+        return count, sorted(self.tier.peers.names(sources)) if count else []
 
     def holders(self, key: bytes) -> list[str]:
-        return sorted(self.tier.sources(self.tier.holders(self.keys[key[0]])))
+        return sorted(self.tier.peers.names(self.tier.holders(self.keys[key[0]])))
 
 
 @pytest.fixture

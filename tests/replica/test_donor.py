@@ -84,7 +84,7 @@ def test_expiry_ends_only_what_is_due(pool: Pool, grants: Grants) -> None:
 def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
     grants.grant("dead", [A], 0)
     grants.grant("alive", [B], 0)
-    grants.forget("dead")
+    grants.release_except(frozenset({"alive"}))
     assert len(grants) == pinned(pool) == grants.granted_rows == 1
 
 

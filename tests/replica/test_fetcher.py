@@ -21,6 +21,7 @@ from tests.harness.replicas import (
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.protocol.tracker import Member
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullOrder, PullResult
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -212,6 +213,7 @@ class Fetching:
         self.moved, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
         self.namespace = SharedNamespace("namespace", lambda _: self.moved.wait())
         self.rolled_back: list[str] = []
+        self.mirror = Mirror("own")
         self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
         self.canary: Any = SimpleNamespace(
             trusts=lambda _: True, differing=set(), doubt=lambda _: None
@@ -223,12 +225,16 @@ class Fetching:
             row_bytes=1,
             process=process,
             namespace=self.namespace,
-            mirror=Mirror("own"),
+            mirror=self.mirror,
             canary=self.canary,
             disk=None,
             arrived=lambda rows: None,
             rolled_back=lambda fetch, reason: self.rolled_back.append(reason),
         )
+
+    def meet_donor(self) -> None:
+        self.mirror.peers.follow([Member("donor", "127.0.0.1:1")], "epoch")
+        self.mirror.peers["donor"].actor = self.donor
 
     def fetch(self) -> asyncio.Future[None]:
         rows = self.pool.reserve([b"key"], redundant=None).rows
@@ -271,7 +277,7 @@ async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namesp
 
 
 async def test_a_donor_that_was_not_compared_is_asked_for_nothing(fetching: Fetching) -> None:
-    fetching.fetcher._donors["donor"] = fetching.donor
+    fetching.meet_donor()
     fetching.canary.trusts = lambda _: False
     fetching.arrive.set()
     await fetching.fetch()
@@ -291,7 +297,7 @@ async def test_a_donor_that_was_not_compared_is_asked_for_nothing(fetching: Fetc
 async def test_rows_are_used_if_on_arrival_their_donor_is_still_known_to_compute_the_same(
     fetching: Fetching, meanwhile: str, reason: str | None
 ) -> None:
-    fetching.fetcher._donors["donor"] = fetching.donor
+    fetching.meet_donor()
     fetching.moved.set()
     ended = fetching.fetch()
     await fetching.pulling.wait()

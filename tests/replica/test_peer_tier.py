@@ -209,6 +209,5 @@ async def test_a_peer_that_does_not_serve_is_no_source() -> None:
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, changes))
     tier = PeerTier(Pool(ROWS), mirror)
     mirror.trust(frozenset("ab"))
-    assert tier.sources(tier.holders(b"key1")) == ["a"]
+    assert tier.peers.names(tier.holders(b"key1")) == ["a"]
     assert tier.holders(b"key2") == 0
-    assert tier.sources(tier.set_of(["b", "stranger"])) == ["b"]

@@ -14,6 +14,7 @@ from tests.logged import messages, records
 from tests.tracker_pools import let_others_run
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
+from xinference_xavier.peers import Peer
 from xinference_xavier.pool.pool import PoolCounts
 from xinference_xavier.protocol.load import Load, RequestReport, Serving
 from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
@@ -114,6 +115,13 @@ HITS = Hits(remote=3)
 DISK = DiskStats("/disk", "open", "", 26, 27, 28, 29)
 
 
+PEERS = {
+    "a": Peer("a", 2, received=2),
+    "b": Peer("b", 4, received=8),
+    "c": Peer("c", 8),
+}
+
+
 def stats(counts: FetchCounts) -> dict[str, Any]:
     replica: Any = SimpleNamespace(
         _engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
@@ -122,6 +130,7 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
         _region=SimpleNamespace(row_bytes=64),
         _cache_rows=24,
         _pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),
+        mirror=SimpleNamespace(peers=PEERS),
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
         _disk=SimpleNamespace(report=lambda: DISK),
         _process=SimpleNamespace(pid=11, starts=3),
@@ -139,7 +148,6 @@ def test_every_count_is_reported() -> None:
         fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}),
         rows=10,
         in_flight=Counter(a=6),
-        received=Counter(a=2, b=8),
     )
     expected = ReplicaStats(
         from_environment=["queue"],
@@ -159,13 +167,6 @@ def test_every_count_is_reported() -> None:
         tracker_failures=6,
     )
     assert stats(counts) == asdict(expected)
-
-
-def test_the_donors_of_the_most_bytes_have_names() -> None:
-    counts = FetchCounts(received=Counter({str(number): number for number in range(200)}))
-    received = stats(counts)["received_from"]
-    assert len(received) == 100
-    assert received["199"] == 199 * 64
 
 
 # -- the load --------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class WatchedMirror(Mirror):
 
     def known_holders(self, key: bytes) -> tuple[str, ...]:
         """Whether or not they serve."""
-        return tuple(sorted(self.sets.names(self.full_set(key))))
+        return tuple(sorted(self.peers.names(self.full_set(key))))
 
     async def until(self, true: Callable[[WatchedMirror], bool]) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -175,7 +175,7 @@ async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(peers: P
     a.evict(K1)
     await b.sees(K1)
     assert b.mirror.known_holders(K2) == ("a",)
-    assert b.mirror.address("a") == "a.example:1"
+    assert b.mirror.peers.address("a") == "a.example:1"
     assert b.mirror.snapshots == 1, "it asks only for what is new"
     assert a.mirror.known_holders(K2) == ()
 
@@ -241,10 +241,10 @@ async def test_a_replica_serves_once_it_says_so(peers: Peers) -> None:
     """At once, and not with the next heartbeat."""
     a, b = await peers.start("a", K1, heartbeat=3600.0), await peers.start("b")
     await b.sees(K1, "a")
-    assert b.mirror.serving == frozenset()
+    assert b.mirror.peers.serving == frozenset()
     for serves in (True, False, True):
         a.client.set_serving(serves)
-        await b.mirror.until(lambda mirror, serves=serves: ("a" in mirror.serving) is serves)
+        await b.mirror.until(lambda mirror, serves=serves: ("a" in mirror.peers.serving) is serves)
     assert b.mirror.known_holders(K1) == ("a",)
 
 
@@ -339,7 +339,7 @@ async def test_a_lost_tracker_is_filled_again_by_its_replicas(peers: Peers) -> N
     await b.client.joined.wait()
     await b.sees(K2, "a")
     await b.sees(K1, "a")
-    await b.mirror.until(lambda mirror: mirror.serving == {"a"})
+    await b.mirror.until(lambda mirror: mirror.peers.serving == {"a"})
     b.store(K3)
     await a.sees(K3, "b")
     assert a.client.counts.reconnects == 1
@@ -372,7 +372,7 @@ async def test_a_new_tracker_does_not_make_peers_look_dead(peers: Peers) -> None
     await b.crash()
     await peers.lose_tracker()
     await peers.new_tracker()
-    await a.mirror.until(lambda mirror: not mirror.peers)
+    await a.mirror.until(lambda mirror: not mirror.peers.members)
     assert a.peers[-1] == {"b"}
 
 
@@ -388,9 +388,9 @@ async def test_after_a_lease_a_new_tracker_is_believed(peers: Peers) -> None:
 
 async def test_losing_a_peer_is_reported_once(peers: Peers) -> None:
     a, b = await peers.start_two()
-    await a.mirror.until(lambda mirror: bool(mirror.peers))
+    await a.mirror.until(lambda mirror: bool(mirror.peers.members))
     await b.client.leave()
-    await a.mirror.until(lambda mirror: not mirror.peers)
+    await a.mirror.until(lambda mirror: not mirror.peers.members)
     b.store(K1)
     assert a.peers == [frozenset({"b"}), frozenset()]
 
@@ -401,7 +401,7 @@ async def test_a_crashed_replica_is_gone_when_its_lease_ends(peers: Peers) -> No
     a, b = await peers.start_two(K1)
     await a.crash()
     await b.sees(K1)
-    assert b.mirror.peers == frozenset()
+    assert b.mirror.peers.members == frozenset()
     assert b.peers[-1] == frozenset()
 
 
@@ -496,7 +496,7 @@ async def test_namespaces_never_see_each_others_keys(peers: Peers) -> None:
     await peers.start("b", K2, namespace="other")
     c = await peers.start("c", namespace="other")
     await c.sees(K2, "b")
-    assert (c.mirror.known_holders(K1), c.mirror.peers) == ((), {"b"})
+    assert (c.mirror.known_holders(K1), c.mirror.peers.members) == ((), {"b"})
     assert (a.mirror.known_holders(K2), len(a.mirror)) == ((), 0)
 
 

@@ -51,7 +51,7 @@ def test_a_mirror_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
     with pytest.raises(ValueError, match=r".+"):
         mirror.apply(update)
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("a",), ())
-    assert (mirror.peers, mirror.address("a")) == ({"a"}, A.address)
+    assert (mirror.peers.members, mirror.peers.address("a")) == ({"a"}, A.address)
     assert (mirror.revision, mirror.settings) == (1, Settings(1, True))
     mirror.apply(NEXT)
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("a",))

@@ -294,12 +294,12 @@ class Sharing(RuleBasedStateMachine):
         others = {name: held for name, held in self.known.items() if name != watcher}
         expected = {each: {name for name in others if each in others[name]} for each in UNIVERSE}
         assert {
-            each: set(mirror.sets.names(mirror.full_set(each))) for each in UNIVERSE
+            each: set(mirror.peers.names(mirror.full_set(each))) for each in UNIVERSE
         } == expected
         assert len(mirror) == sum(map(bool, expected.values()))
         members = self.index.members()
-        assert mirror.peers == set(others)
-        assert mirror.serving == {m.incarnation for m in members if m.serves} - {watcher}
+        assert mirror.peers.members == set(others)
+        assert mirror.peers.serving == {m.incarnation for m in members if m.serves} - {watcher}
         assert mirror.eldest == next((m.incarnation for m in members), "")
 
     @rule(watcher=st.sampled_from(WATCHERS))

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from xinference_xavier.pool.tier import DISK
+from xinference_xavier.peers import DISK
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -4,7 +4,7 @@ Belongs to the scheduler thread. A hit needs, up to its end, all chunks of the g
 attention and the last few of each group with a sliding window or a recurrent state. What counts is
 what it saves: with windows, a few chunks can save a whole prompt.
 
-A set of peers is an integer: see `Tier.holders`.
+A set of sources is an integer: see `Peers`.
 """
 
 import math
@@ -15,8 +15,9 @@ from typing import NamedTuple
 from xinference_xavier.engine.costs import CostModel, PrefillRate
 from xinference_xavier.engine.keys import Group
 from xinference_xavier.engine.request import Fetches, Request
+from xinference_xavier.peers import DISK_BIT, Source
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Tier
+from xinference_xavier.replica.peer_tier import PeerTier
 
 _SHORTER = 0.8  # time with one more donor, relative to without
 _MAX_ATTEMPTS = 16  # to find where the windows of a hit are
@@ -31,7 +32,7 @@ class FetchPlan(NamedTuple):
     Without donors, other fetches bring all of them. The request does not wait for a probe.
     """
 
-    donors: list[str]
+    donors: list[Source]
     keys: list[bytes]
     prefill_seconds: float | None  # that the fetch saves; None if unknown
     is_probe: bool = False
@@ -61,7 +62,7 @@ class DonorSelection:
     def __init__(
         self,
         pool: Pool,
-        tier: Tier,
+        tier: PeerTier,
         fetches: Fetches,
         prefill_rate: PrefillRate,
         cost_model: CostModel,
@@ -76,6 +77,7 @@ class DonorSelection:
         self.min_tokens = min_fetch_tokens
         self._pool = pool
         self._tier = tier
+        self._peers = tier.peers
         self._fetches = fetches
         self._cost_model = cost_model
 
@@ -89,11 +91,12 @@ class DonorSelection:
         """
         busy = self._fetches.by_source()
         groups = self._sorted_groups(request)
-        eligible = ~(self._tier.set_of([*self._cost_model.left_out(), *request.failed]) | without)
+        left_out = self._peers.where(lambda source: source.outage.is_on)
+        eligible = ~(self._peers.set_of(request.failed) | left_out | without)
         reach = self._reach(request, groups, eligible)
         donors = self._ranked(reach.holders, len(reach.keys), busy, now)
         if self.adaptive and donors:
-            in_time = self._cost_model.rate(donors[0], now).largest(deadline - now)
+            in_time = donors[0].rate(now).largest(deadline - now)
             while len(reach.keys) > in_time:
                 limit = reach.ends[int(in_time)] - 1
                 reach = self._reach(request, groups, eligible, limit)
@@ -103,28 +106,28 @@ class DonorSelection:
         if is_long and (fast or not donors):
             fast = fast[: self._count_donors(fast, len(keys), busy)]
             return FetchPlan(fast, keys, self.prefill_seconds(start, end))
-        if self._tier.set_of(donors) & self._tier.host_disk:  # peers may have less, but faster
-            return self.plan(request, deadline, now, without=self._tier.host_disk)
+        if self._peers.disk in donors:  # peers may have less, but faster
+            return self.plan(request, deadline, now, without=DISK_BIT)
         if is_long:
             self._cost_model.decisions.computed += not request.counted.computes
             request.counted.computes = True
         return self._probe(groups, now)
 
     def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:
-        """Fetch a chunk from a peer that has been left out for long enough."""
-        left_out = self._tier.set_of(self._cost_model.left_out(now))
-        if not left_out:
+        """Fetch a chunk from a source that has been left out for long enough."""
+        due = self._peers.where(lambda source: source.is_due(now))
+        if not due:
             return None
         for _, keys in groups:
             for key in reversed(keys):  # a failure costs the pool this chunk, so take the last one
-                donors = self._tier.holders(key) & left_out
+                donors = self._tier.holders(key) & due
                 if donors and not self._pool.holds(key):
-                    return FetchPlan(self._tier.sources(donors)[:1], [key], None, is_probe=True)
+                    return FetchPlan(self._peers.of_set(donors)[:1], [key], None, is_probe=True)
         return None
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:
         """False if even all chunks of the prompt are predicted to be computed faster."""
-        holders = self._tier.holders(key) & ~self._tier.host_disk
+        holders = self._tier.holders(key) & ~DISK_BIT
         if not holders:
             return True
         groups = self._sorted_groups(request)
@@ -135,35 +138,35 @@ class DonorSelection:
             for peer in self._ranked(holders, rows, {}, now)
         )
 
-    def _ranked(self, holders: int, rows: int, busy: Mapping[str, int], now: float) -> list[str]:
+    def _ranked(self, holders: int, rows: int, busy: Mapping[str, int], now: float) -> list[Source]:
         """Donors to choose from: the fastest first; among equals the least busy, then any, to
         spread the load."""
-        measured = self._tier.sources(holders & self._tier.set_of(self._cost_model.measured(now)))
-        donors = measured
-        if len(measured) < _ENOUGH:
-            others = self._tier.sources(holders & ~self._tier.set_of(measured))
-            donors = measured + random.sample(others, min(_ENOUGH, len(others)))
+        sources = self._peers.of_set(holders)
+        donors = [source for source in sources if source.rate(now)]
+        if len(donors) < _ENOUGH:
+            others = [source for source in sources if not source.rate(now)]
+            donors += random.sample(others, min(_ENOUGH, len(others)))
 
-        def rank(donor: str) -> tuple[float, int, float]:
-            seconds, pending = self._cost_model.rate(donor, now).predict(rows), busy.get(donor, 0)
+        def rank(donor: Source) -> tuple[float, int, float]:
+            seconds, pending = donor.rate(now).predict(rows), busy.get(donor.name, 0)
             return seconds * (1 + pending), pending, random.random()
 
         return sorted(donors, key=rank)
 
-    def _is_faster(self, donor: str, rows: int, start: int, end: int, now: float) -> bool:
+    def _is_faster(self, donor: Source, rows: int, start: int, end: int, now: float) -> bool:
         """Whether a fetch is predicted to take less time than to compute from `start` to `end`."""
         prefill = self.prefill_seconds(start, end)
         if prefill is None or not self.adaptive:
             return True
-        return self._cost_model.rate(donor, now).predict(rows) < prefill
+        return donor.rate(now).predict(rows) < prefill
 
-    def _count_donors(self, donors: Sequence[str], rows: int, busy: Mapping[str, int]) -> int:
+    def _count_donors(self, donors: Sequence[Source], rows: int, busy: Mapping[str, int]) -> int:
         """Among how many of the donors to divide a fetch.
 
         One more donor must make it clearly shorter, because its messages cost processor time.
         """
-        rates = [self._cost_model.rate(donor) for donor in donors]
-        pending = [1 + busy.get(donor, 0) for donor in donors]
+        rates = [donor.rate() for donor in donors]
+        pending = [1 + busy.get(donor.name, 0) for donor in donors]
 
         def seconds(count: int) -> float:
             share = -(-rows // count)
@@ -217,7 +220,7 @@ class DonorSelection:
 class _Walk:
     """Collects the chunks that a hit misses, and who has all of them."""
 
-    def __init__(self, pool: Pool, tier: Tier, fetches: Fetches, eligible: int) -> None:
+    def __init__(self, pool: Pool, tier: PeerTier, fetches: Fetches, eligible: int) -> None:
         self._pool = pool
         self._tier = tier
         self._is_coming = fetches.bringing

@@ -42,10 +42,11 @@ from xinference_xavier.engine.request import Fetches, Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Steps, Workload
+from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Reservation, Row
-from xinference_xavier.pool.tier import DISK, Tier
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.hot_chunks import MAX_REQUESTS
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.stats.report import add
 from xinference_xavier.stats.schema import Hits
 
@@ -68,7 +69,7 @@ class XavierManager(OffloadingManager):
         self,
         facts: SchedulerFacts,
         pool: Pool,
-        tier: Tier,
+        tier: PeerTier,
         probes: Callable[[CanAudit], Probes],
         arrivals: Arrivals | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -94,7 +95,7 @@ class XavierManager(OffloadingManager):
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
         self.prefill_rate = PrefillRate()
         self.steps = Steps(self.requests, self.prefill_rate, StepCost())
-        self.cost_model = CostModel(row_bytes=facts.row_bytes)
+        self.cost_model = CostModel(tier.peers, row_bytes=facts.row_bytes)
         fetches = Fetches(pool, self.cost_model, facts.fetch_timeout)
         self._coming = fetches.by_chunk
         self.selection = DonorSelection(
@@ -137,7 +138,7 @@ class XavierManager(OffloadingManager):
             "longest_scheduling_wait_s": self.tier_lookup.longest_scheduling_wait,
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
-            "fetch_decisions": self.cost_model.report(self._tier.set_of),
+            "fetch_decisions": self.cost_model.report(),
             "waits": asdict(self.tier_lookup.wait_counts),
         }
 
@@ -328,7 +329,9 @@ class XavierManager(OffloadingManager):
     def _is_redundant(self, row: Row) -> bool:
         """Whether the donor of this copy still holds the chunk."""
         donor = row.replicated_from
-        return donor is not None and bool(self._tier.holders(row.key) & self._tier.set_of((donor,)))
+        return donor is not None and bool(
+            self._holders(row.key) & self._tier.peers.set_of((donor,))
+        )
 
     def void_store(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
         """vLLM's workers do not get all blocks of these chunks."""

@@ -55,7 +55,7 @@ from xinference_xavier.pool.region import (
     receive_region,
 )
 from xinference_xavier.replica.disk import Disk
-from xinference_xavier.replica.peer_tier import DiskTier, PeerTier
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Engine, Replica
 from xinference_xavier.runtime.host import free_memory
 
@@ -214,7 +214,7 @@ class XavierSpec(OffloadingSpec):
             "cells": note.cells,
         }
         pool = Pool(region.rows)
-        mirror = Mirror(self.config.engine_id)
+        mirror = Mirror(self.config.engine_id, trusted=False)
         disk = None
         if config.disk is not None and shares:
             disk = Disk(
@@ -225,7 +225,7 @@ class XavierSpec(OffloadingSpec):
                 pool,
                 saves_all=config.disk_save == "all",
             )
-        tier = PeerTier(pool, mirror) if disk is None else DiskTier(pool, mirror, disk)
+        tier = PeerTier(pool, mirror, disk)
         sketcher = Sketcher(
             region,
             pool,

@@ -24,10 +24,12 @@ from xinference_xavier.engine.donors import DonorSelection, FetchPlan
 from xinference_xavier.engine.request import Fetches, Phase, Request
 from xinference_xavier.engine.waiting import MIN_PREFILL_SECONDS, Arrivals, IdleWait, Wait
 from xinference_xavier.engine.workload import Steps
+from xinference_xavier.peers import DISK_BIT
 from xinference_xavier.pool.pool import Pool, Reservation
-from xinference_xavier.pool.tier import Claim, Fetch, Tier
+from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.protocol.load import mark_of
 from xinference_xavier.protocol.tracker import GROUP
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.stats.schema import WaitCounts
 
 Reserve = Callable[[Iterable[bytes], list[bytes]], Reservation]
@@ -43,7 +45,7 @@ class TierLookup:
     def __init__(
         self,
         pool: Pool,
-        tier: Tier,
+        tier: PeerTier,
         fetches: Fetches,
         *,
         selection: DonorSelection,
@@ -227,13 +229,13 @@ class TierLookup:
             for part, donor in enumerate(plan.donors[:parts]):
                 share = rows[handed_over : len(rows) * (part + 1) // parts]
                 for row in share:
-                    row.origin = row.replicated_from = donor
-                deadline = min(latest, now + self._cost_model.patience(donor, len(share), now))
+                    row.origin = row.replicated_from = donor.name
+                deadline = min(latest, now + donor.patience(len(share), now))
                 handed_over += len(share)
-                fetch = self._tier.submit_load(donor, share, deadline)
+                fetch = self._tier.submit_load(donor.name, share, deadline)
                 if fetch is not None:
                     self.fetches.add(fetch, plan.is_probe)
-                    self._cost_model.begun(fetch, plan.prefill_seconds, self._clock())
+                    self._cost_model.begun(fetch, donor, plan.prefill_seconds, self._clock())
                     fetches.append(fetch)
         finally:
             self._pool.abort(*rows[handed_over:])
@@ -306,4 +308,4 @@ class TierLookup:
     def _is_at_peer(self, key: bytes) -> bool:
         """Whether a peer holds the chunk. What is on the host's disk does not say what peers are
         computing."""
-        return bool(self._tier.holders(key) & ~self._tier.host_disk)
+        return bool(self._tier.holders(key) & ~DISK_BIT)

@@ -179,7 +179,7 @@ class Canary:
         """
         check_version(version)
         other = _checked(sketch)
-        if namespace != self._namespace.current or peer not in self._mirror.peers:
+        if namespace != self._namespace.current or peer not in self._mirror.peers.members:
             return None
         own = self._own_sketch(key)
         if own and other and own.keys() & other.keys():
@@ -195,7 +195,7 @@ class Canary:
             with suppress(TimeoutError):  # peers may have published something
                 await within(_MAX_PAUSE, self._news.wait())
             self._news.clear()
-            for peer in self._mirror.peers - self.differing:
+            for peer in self._mirror.peers.members - self.differing:
                 key = self._common_chunk(peer)
                 if key is not None:
                     await self._compare(peer, key)
@@ -207,7 +207,7 @@ class Canary:
             done = self._tried, self._compared
             new = (key for key in self._probes if not any((peer, key) in each for each in done))
             return next(new, None)
-        bit = self._mirror.sets.set_of((peer,))
+        bit = self._mirror.peers.set_of((peer,))
         published = (key for key in reversed(self._own) if self._mirror.full_set(key) & bit)
         keys = itertools.chain(self._probes, published)
         return next((key for key in keys if (peer, key) not in self._tried), None)
@@ -236,7 +236,7 @@ class Canary:
             return  # it was faster
         found = difference(own, other)
         if found is None:
-            if peer not in self._mirror.peers:
+            if peer not in self._mirror.peers.members:
                 return
             if key in self._probes:
                 self._compared.add((peer, key))
@@ -252,7 +252,7 @@ class Canary:
             await self._namespace.part()
 
     async def _ask(self, peer: str, key: bytes, own: Sketch) -> Sketch | None:
-        address = self._mirror.address(peer)
+        address = self._mirror.peers.address(peer)
         if address is None:
             raise LinkError("it has left")
         question = PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own
@@ -262,7 +262,7 @@ class Canary:
         self._trusted = trusted
         if self._sketch is not None:
             self._mirror.trust(trusted)
-        self.trusts_all = self._sketch is None or trusted >= self._mirror.peers
+        self.trusts_all = self._sketch is None or trusted >= self._mirror.peers.members
         self.stats.compared = len(trusted)
 
 

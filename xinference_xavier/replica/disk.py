@@ -16,7 +16,7 @@ more source.
 
 Each state is left for CLOSED when the namespace changes, and all but DIFFERS when the disk fails.
 
-Threading: the replica's background loop; the scheduler thread asks a `DiskTier`. Calls to the disk
+Threading: the replica's background loop; the scheduler thread asks `PeerTier`. Calls to the disk
 run in daemon threads, because they may never return: one for the index and for writing, others for
 reading. If they hang, reads end by their deadlines, and the cost model leaves the disk out.
 """
@@ -38,9 +38,9 @@ from typing import Any
 
 from xinference_xavier import disk
 from xinference_xavier.disk import Place, Store
+from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica.canary import Difference, Sketch, difference
 from xinference_xavier.runtime.aio import DaemonThreads, within

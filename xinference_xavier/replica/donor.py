@@ -152,9 +152,9 @@ class Grants:
     def expire(self, now: float) -> None:
         self._release_where(lambda record: record.expires <= now)
 
-    def forget(self, consumer: str) -> None:
-        """Release the grants of a replica that is gone."""
-        self._release_where(lambda record: record.consumer == consumer)
+    def release_except(self, peers: frozenset[str]) -> None:
+        """Release the grants of replicas that are gone."""
+        self._release_where(lambda record: record.consumer not in peers)
 
     def _release_where(self, ended: Callable[[GrantRecord], bool]) -> None:
         for record in [record for record in self._records.values() if ended(record)]:

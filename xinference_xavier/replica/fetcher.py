@@ -17,8 +17,9 @@ import xoscar
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import DISK, Peer
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import DISK, Fetch, FetchState
+from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
@@ -47,7 +48,6 @@ class FetchCounts:
     fetches: ReplicaFetches = field(default_factory=ReplicaFetches)
     rows: int = 0  # from peers
     in_flight: Counter[str] = field(default_factory=Counter)  # rows by source
-    received: Counter[str] = field(default_factory=Counter)  # rows by donor that is still a member
 
 
 class Fetcher:
@@ -82,8 +82,6 @@ class Fetcher:
         self._disk = disk
         self._arrived = arrived
         self._rolled_back = rolled_back
-        self._donors: dict[str, xoscar.ActorRefType] = {}
-        self._transports: dict[str, str] = {}  # of the latest fetch from each
         self._conditions = RateLimitedLog(logger)
         self.counts = FetchCounts()
 
@@ -94,13 +92,9 @@ class Fetcher:
         self._mirror.used(row.key for row in fetch.rows)
         return spawn(self._run(fetch))
 
-    def forget(self, incarnation: str) -> None:
-        self._donors.pop(incarnation, None)
-        self._transports.pop(incarnation, None)
-        self.counts.received.pop(incarnation, None)
-
     async def _run(self, fetch: Fetch) -> None:
         reason: str | None = "stopped"  # if the replica stops and cancels this task
+        peer = self._mirror.peers.get(fetch.source)
         try:
             async with Rollback() as scope:
                 scope.undo(self.pool.abort, *fetch.rows)  # does nothing to committed ones
@@ -112,23 +106,23 @@ class Fetcher:
                 if fetch.source == DISK:
                     reason = await self._read(fetch, parts)
                 else:
-                    grant = await self._grant(fetch)
+                    if peer is None or peer.address is None:
+                        raise GrantRefusedError("donor gone")
+                    grant = await self._grant(fetch, peer)
                     if grant.grant_id:
-                        scope.undo(self._release, fetch.source, grant.grant_id)
+                        scope.undo(self._release, peer, grant.grant_id)
                     self._record_missing(fetch, grant)
                     if not grant.grant_id:
                         raise GrantRefusedError("not held")
-                    reason = await self._pull(fetch, grant, parts)
+                    reason = await self._pull(fetch, peer, grant, parts)
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
             if reason == "not compared":
                 self._canary.doubt(fetch.source)
         except TimeoutError:
-            self._donors.pop(fetch.source, None)
             reason = "timeout"
         except (XavierError, *UNREACHABLE) as error:
-            self._donors.pop(fetch.source, None)
             self._conditions.warn(
                 fetch.source, "fetch failed: donor=%s error=%r", fetch.source, error
             )
@@ -141,7 +135,7 @@ class Fetcher:
         finally:  # after the rollback, so that no row is half done when the fetch ends
             self._finish(fetch, reason)
 
-    async def _grant(self, fetch: Fetch) -> Grant:
+    async def _grant(self, fetch: Fetch, peer: Peer) -> Grant:
         if not self._canary.trusts(fetch.source):
             raise GrantRefusedError("not compared")
         request = GrantRequest(
@@ -150,21 +144,19 @@ class Fetcher:
             self._incarnation,
             tuple(row.key for row in fetch.rows),
         )
-        donor = await self._donor(fetch)
-        grant: Grant = await within(fetch.deadline - time.monotonic(), donor.grant(request))
+        try:
+            if peer.actor is None:
+                finding = xoscar.actor_ref(peer.address, replica_uid(peer.name))
+                peer.actor = await within(fetch.deadline - time.monotonic(), finding)
+            asking = peer.actor.grant(request)
+            grant: Grant = await within(fetch.deadline - time.monotonic(), asking)
+        except GrantRefusedError:
+            raise
+        except (XavierError, *UNREACHABLE):
+            peer.actor = None  # to be looked for again
+            raise
         check_grant(grant, len(fetch.rows))
         return grant
-
-    async def _donor(self, fetch: Fetch) -> xoscar.ActorRefType:
-        donor = self._donors.get(fetch.source)
-        if donor is None:
-            address = self._mirror.address(fetch.source)
-            if address is None:
-                raise GrantRefusedError("donor gone")
-            finding = xoscar.actor_ref(address, replica_uid(fetch.source))
-            donor = await within(fetch.deadline - time.monotonic(), finding)
-            self._donors[fetch.source] = donor
-        return donor
 
     def _record_missing(self, fetch: Fetch, grant: Grant) -> None:
         held = len(grant.checksums)
@@ -177,15 +169,15 @@ class Fetcher:
         if self._disk is None:
             raise GrantRefusedError("donor gone")
         checksums, reading = self._disk.read(fetch.rows)
-        return await self._receive(fetch, checksums, reading, parts)
+        return await self._receive(fetch, None, checksums, reading, parts)
 
-    async def _pull(self, fetch: Fetch, grant: Grant, parts: int) -> str | None:
+    async def _pull(self, fetch: Fetch, peer: Peer, grant: Grant, parts: int) -> str | None:
         """Returns why not all granted rows were committed; None if they were. Raises
         GrantRefusedError as `_receive`."""
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
-            fetch.source,
+            peer.name,
             grant.endpoint,
             grant.slots,
             grant.expires,
@@ -194,11 +186,17 @@ class Fetcher:
             tuple(row.slot for row in rows),
             max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
         )
-        fetch.transport = self._transports.get(fetch.source, "")
-        return await self._receive(fetch, grant.checksums, self._process.pull(order), parts)
+        fetch.transport = peer.linked_by
+        work = self._process.pull(order)
+        return await self._receive(fetch, peer, grant.checksums, work, parts)
 
     async def _receive(
-        self, fetch: Fetch, checksums: Sequence[int], work: Awaitable[PullResult], parts: int
+        self,
+        fetch: Fetch,
+        peer: Peer | None,
+        checksums: Sequence[int],
+        work: Awaitable[PullResult],
+        parts: int,
     ) -> str | None:
         """Wait until the rows are there, or the deadline is over. Returns why not all of them were
         committed; None if they were. Raises GrantRefusedError if meanwhile we found that the source
@@ -217,13 +215,13 @@ class Fetcher:
         result = await pulling
         if result.transport is not None:
             fetch.transport = result.transport
-            if fetch.source in self._donors:
-                self._transports[fetch.source] = result.transport
+            if peer is not None:
+                peer.linked_by = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
         if self._differs(fetch.source) or parts != self._namespace.parts:
             raise GrantRefusedError("not compared")
-        reason = self._commit(fetch, checksums, result)
+        reason = self._commit(fetch, peer, checksums, result)
         if len(fetch.committed) == len(fetch.rows):
             self._finish(fetch, reason)  # at once: only the grant is left to release
         return reason
@@ -233,15 +231,16 @@ class Fetcher:
             return self._disk.state is DiskState.DIFFERS
         return donor in self._canary.differing
 
-    def _commit(self, fetch: Fetch, checksums: Sequence[int], result: PullResult) -> str | None:
+    def _commit(
+        self, fetch: Fetch, peer: Peer | None, checksums: Sequence[int], result: PullResult
+    ) -> str | None:
         verified = zip(fetch.rows[: result.verified], checksums, strict=False)
         fetch.committed = [
             row for row, checksum in verified if self.pool.commit(row, checksum, pins=1)
         ]
-        if fetch.source != DISK:
+        if peer is not None:
             self.counts.rows += len(fetch.committed)
-        if fetch.source in self._donors:
-            self.counts.received[fetch.source] += len(fetch.committed)
+            peer.received += len(fetch.committed)
         self._arrived(fetch.committed)
         if len(fetch.committed) < result.verified:
             return "reset"
@@ -271,12 +270,13 @@ class Fetcher:
         stats = self.counts.fetches.by_transport.setdefault(fetch.transport, FetchStats())
         stats.ended(fetch.reason, fetch.seconds, size)
 
-    def _release(self, donor: str, grant_id: int) -> None:
+    def _release(self, peer: Peer, grant_id: int) -> None:
         """Release the grant in the background: nothing depends on it, and grants expire anyway."""
-        spawn(self._send_release(donor, grant_id))
+        spawn(self._send_release(peer.name, peer.actor, grant_id))
 
-    async def _send_release(self, donor: str, grant_id: int) -> None:
-        actor = self._donors.get(donor)
+    async def _send_release(
+        self, donor: str, actor: xoscar.ActorRefType | None, grant_id: int
+    ) -> None:
         try:
             if actor is not None:
                 await within(_RELEASE_TIMEOUT, actor.release(grant_id))

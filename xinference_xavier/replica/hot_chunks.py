@@ -274,11 +274,11 @@ class WarmJoin:
         """Fetch from peers that hold something, as soon as they are known to compute alike."""
         asked: set[str] = set()
         while self._mirror.enabled and len(self._mirror) and time.monotonic() < deadline:
-            new = {each for each in self._mirror.serving - asked if self._canary.trusts(each)}
+            new = {each for each in self._mirror.peers.serving - asked if self._canary.trusts(each)}
             if new:
                 asked |= new
                 await self._fetch_hottest(new, deadline)
-            elif self._mirror.peers <= asked | self._canary.differing:
+            elif self._mirror.peers.members <= asked | self._canary.differing:
                 return
             else:
                 await asyncio.sleep(_LOOK)
@@ -306,7 +306,7 @@ class WarmJoin:
         return max(0, counts.rows - used - counts.rows // _SPARE)
 
     async def _ask(self, peer: str, most: int) -> Answer | None:
-        address = self._mirror.address(peer)
+        address = self._mirror.peers.address(peer)
         if address is None:  # it has left
             return None
         try:
@@ -356,7 +356,7 @@ class HandOver:
         shares: dict[str, list[bytes]] = {peer: [] for peer in stay if self._mirror.is_usable(peer)}
         if not shares:
             return
-        others = self._mirror.sets.set_of(shares)
+        others = self._mirror.peers.set_of(shares)
         for prefix in self._recent.prefixes(lambda key: self._mirror.usable_set(key) & others):
             min(shares.values(), key=len).extend(prefix)
         giving = (self._give(peer, keys, deadline) for peer, keys in shares.items() if keys)
@@ -364,7 +364,7 @@ class HandOver:
 
     async def _give(self, peer: str, keys: list[bytes], deadline: float) -> None:
         try:
-            address = self._mirror.address(peer)
+            address = self._mirror.peers.address(peer)
             if address is None:
                 raise LookupError("it has left")
             left = remaining(deadline)

@@ -71,8 +71,8 @@ class Explainer:
         """JSON-able; where each replica has each chunk: "pool", "disk" or "none"."""
         held = {self._incarnation: [self._own_place(keys) for keys in chunked.chunks]}
         holders = [_common(self._mirror.full_set, keys) for keys in chunked.chunks]
-        for peer in sorted(self._mirror.peers):
-            bit = self._mirror.sets.set_of((peer,))
+        for peer in sorted(self._mirror.peers.members):
+            bit = self._mirror.peers.set_of((peer,))
             held[peer] = ["pool" if each & bit else "none" for each in holders]
         size = chunked.chunk_tokens
         return {
@@ -113,7 +113,7 @@ async def self_check(
     """JSON-able. `fingerprint_fields` are the namespace's.
     `peers` maps each peer to why no link to it opens; None if one does. `linked_to` has the
     transport of each link, `obstacles` why a better one is not used."""
-    peers = sorted(mirror.peers)[:MAX_PEERS]
+    peers = sorted(mirror.peers.members)[:MAX_PEERS]
     probed = await asyncio.gather(*(_probe(peer, mirror, process) for peer in peers))
     links = await process.stats()
     return {
@@ -130,7 +130,7 @@ async def self_check(
 
 
 async def _probe(peer: str, mirror: Mirror, process: TransferProcess) -> str | None:
-    address = mirror.address(peer)
+    address = mirror.peers.address(peer)
     if address is None:
         return None  # it just left
     try:

@@ -1,20 +1,20 @@
-"""The tier of peers, with or without the host's disk: everything that the scheduler thread may ask
-of a replica.
+"""The tier of peers and the host's disk: everything that the scheduler thread may ask of a replica.
 
-Threading: the scheduler thread calls the methods that `Tier` declares, which return at once and
-post slow work to the replica's background loop. The loop opens and closes the tier.
+Threading: the scheduler thread calls methods that return at once and post slow work to the
+replica's background loop. The loop opens and closes the tier.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from xinference_xavier.disk import Place
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import DISK_BIT
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import DISK, Claim, Fetch, Tier
+from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Checksums
@@ -130,13 +130,21 @@ class Background:
         action(*args)
 
 
-class PeerTier(Tier):
-    """Closed, it is as if there were no peers."""
+class PeerTier:
+    """What rows can be filled from: the peers and the host's disk. Closed, it is as if there were
+    neither.
 
-    def __init__(self, pool: Pool, mirror: Mirror) -> None:
+    Sets of sources are those of `Peers`; they and their names belong together for one scheduling
+    step.
+    """
+
+    def __init__(self, pool: Pool, mirror: Mirror, disk: Disk | None = None) -> None:
         self.pool = pool
         self.mirror = mirror
-        self.holders = mirror.usable_set
+        self.peers = mirror.peers
+        self.disk = disk
+        self.holders = mirror.usable_set if disk is None else self._holders
+        """The sources that hold a chunk. Only a hint: a stale one costs a failed fetch."""
         self._background: Background | None = None  # while it is open
 
     # -- called by the background loop ----------------------------------------------------------
@@ -145,6 +153,7 @@ class PeerTier(Tier):
         self._background = background
 
     def close(self) -> None:
+        """Fetches under way end by their deadlines."""
         self._background = None
 
     # -- called by the scheduler thread ---------------------------------------------------------
@@ -164,23 +173,33 @@ class PeerTier(Tier):
         )
 
     @property
+    def saved(self) -> Mapping[bytes, Place]:
+        """What can be read from the disk now."""
+        return self.disk.index if self.disk and self.sharing and self.mirror.enabled else {}
+
+    @property
     def ready(self) -> bool:
-        return self.reaches_peers
+        """Whether `holders` and `submit_load` may be used."""
+        return self.reaches_peers or bool(self.saved)
 
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        return self.mirror.usable_run(keys, among)
+        """The number of leading `keys` that one source of the set `among` holds, and the set of
+        sources that hold all of them: `among` if the number is 0."""
+        count, peers = self.mirror.usable_run(keys, among if self.reaches_peers else 0)
+        if not (among & DISK_BIT and (saved := self.saved)):
+            return count, peers if count else among
+        read = len([*takewhile(saved.__contains__, keys)])
+        if max(count, read) == 0:
+            return 0, among
+        return max(count, read), peers * (count >= read) | DISK_BIT * (read >= count)
 
-    def sources(self, holders: int) -> list[str]:
-        return self.mirror.sets.names(holders)
-
-    def set_of(self, sources: Iterable[str]) -> int:
-        return self.mirror.sets.set_of(sources)
-
-    def can_load_from(self, source: str) -> bool:
-        return self.reaches_peers and self.mirror.is_usable(source)
+    def can_load_from(self, peer: str) -> bool:
+        """Whether `peer` is there now and may be loaded from, if it holds anything."""
+        return self.reaches_peers and self.mirror.is_usable(peer)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
-        """Compute the rows' checksums and publish them, within `GATHER` seconds."""
+        """The engine stored these rows: compute their checksums and publish them, within `GATHER`
+        seconds."""
         if (background := self._background) is not None:
             background.stored(rows)
 
@@ -193,6 +212,8 @@ class PeerTier(Tier):
             background.evicted(keys)
 
     def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
+        """Begin to fill the reserved rows from `source`. Returns None, with the rows aborted, if
+        the tier is closed or overloaded."""
         if (background := self._background) is not None:
             fetch = Fetch(source, rows, deadline)
             if background.post_if_room(background.fetcher.start, fetch):
@@ -202,75 +223,40 @@ class PeerTier(Tier):
         return None
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
+        """Ask whether a peer is computing the chunks; None if there is nobody to ask."""
         background = self._background
         if background is None or not (self.reaches_peers and self.mirror.enabled):
             return None
-        if not self.mirror.peers or not background.canary.trusts_all:
+        if not self.peers.members or not background.canary.trusts_all:
             return None
         claim = Claim(keys, seconds)
         asked = background.post_if_room(lambda: spawn(background.client.claim(claim)))
         return claim if asked else None
 
     def release_claim(self, claim: Claim) -> None:
+        """The request behind the claim has ended."""
         if (background := self._background) is not None:
             background.post_if_room(background.release, claim)
 
     def reset(self) -> None:
-        """Void all chunks, and isolate the replica until it is told its weights' version."""
+        """The engine's weights may have changed: void all chunks, and isolate the replica until it
+        is told its weights' version."""
         background = self._background
         if background is not None:
             background.namespace.announce_reset()
         self.pool.reset()
         if background is not None:
+            if self.disk is not None:
+                background.post(self.disk.reset)
             background.post(background.canary.reset)
             background.post(lambda: spawn(background.namespace.isolate()))
 
     def rejoin(self, weights_version: str) -> None:
+        """Share with the replicas of these weights, to which everything since `reset` belongs."""
         if (background := self._background) is not None:
             namespace, resets = background.namespace, background.namespace.announced
             background.post(lambda: spawn(namespace.rejoin(weights_version, resets)))
 
-
-class DiskTier(PeerTier):
-    """The peers, and the disk. In a set of sources, bit 0 is the disk, and the others are those of
-    the mirror."""
-
-    def __init__(self, pool: Pool, mirror: Mirror, disk: Disk) -> None:
-        super().__init__(pool, mirror)
-        self.disk = disk
-        self.holders = self._holders
-
-    @property
-    def ready(self) -> bool:
-        return bool(self._saved) or self.reaches_peers
-
-    def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
-        peers = among >> 1 if self.reaches_peers else 0
-        count, peers = self.mirror.usable_run(keys, peers)
-        saved = len([*takewhile(self._saved.__contains__, keys)]) if among & 1 else 0
-        if max(count, saved) == 0:
-            return 0, among
-        return max(count, saved), (peers << 1) * (count >= saved) | (saved >= count)
-
-    def sources(self, holders: int) -> list[str]:
-        return self.mirror.sets.names(holders >> 1) + [DISK] * (holders & 1)
-
-    def set_of(self, sources: Iterable[str]) -> int:
-        names = [*sources]
-        return self.mirror.sets.set_of(names) << 1 | (DISK in names)
-
-    @property
-    def _saved(self) -> Mapping[bytes, Place]:
-        """What can be read from the disk now."""
-        return self.disk.index if self.sharing and self.mirror.enabled else {}
-
-    def reset(self) -> None:
-        if (background := self._background) is not None:
-            background.post(self.disk.reset)
-        super().reset()
-
     def _holders(self, key: bytes) -> int:
-        peers = self.mirror.usable_set(key)
-        if peers and not self.reaches_peers:
-            peers = 0
-        return peers << 1 | (key in self._saved)
+        peers = self.mirror.usable_set(key) if self.reaches_peers else 0
+        return peers | DISK_BIT * (key in self.saved)

@@ -22,9 +22,9 @@ import xoscar
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.options import TRANSPORTS
+from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import DISK
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
 from xinference_xavier.protocol.tracker import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
@@ -56,7 +56,6 @@ _LINKS_INTERVAL = 10.0  # seconds, as are the others
 _HOUSEKEEPING_INTERVAL = 1.0
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
-_MAX_DONORS = 100  # reported by name
 
 
 @dataclass
@@ -133,7 +132,6 @@ class Replica:
         self._disk = disk
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
-        self._members: frozenset[str] = frozenset()
         self._host = own_host(config.host, config.tracker_address)
         self._thread = LoopThread("xavier-replica", self._begin)
         self._events = EventReporter(config, incarnation)
@@ -256,7 +254,7 @@ class Replica:
                 self.canary.run(),
                 self._housekeep(),
                 self.warm_join.run(),
-                self._close_late_links(),
+                self._end_late_links(),
                 *([] if self._disk is None else [self._disk.run(self.flush)]),
             )
         ]
@@ -290,24 +288,21 @@ class Replica:
                 logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
 
     def _members_changed(self, members: frozenset[str]) -> None:
-        gone, self._members = self._members - members, members
         self.canary.members_changed(members)
-        for incarnation in gone:
-            self._fetcher.forget(incarnation)
-        if gone:
-            spawn(self._forget_members(gone))
+        spawn(self._end_links())
 
-    async def _forget_members(self, gone: frozenset[str]) -> None:
+    async def _end_links(self) -> None:
+        """End what connects us with replicas that are no peers any more."""
+        peers = frozenset(self.mirror.peers)
         # Links first: while a link is open, granted rows may be in flight.
-        await self._process.close_links_except(self._members)
-        for incarnation in gone:
-            self.donor.grants.forget(incarnation)
+        await self._process.close_links_except(peers)
+        self.donor.grants.release_except(peers)
 
-    async def _close_late_links(self) -> None:
-        """Close links that a replica opened after its lease expired, before it knew."""
+    async def _end_late_links(self) -> None:
+        """A replica may open one after its lease has expired, before it knows."""
         while True:
             await asyncio.sleep(_LINKS_INTERVAL)
-            await self._process.close_links_except(self._members)
+            await self._end_links()
 
     def _is_saved(self, key: bytes) -> bool:
         return self._disk is not None and key in self._disk.index
@@ -336,7 +331,7 @@ class Replica:
                 self._disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self._engine.work_on_probes():
                 self._take_result(result)
-            sharing_log.update(self._not_sharing(), len(self.mirror.peers))
+            sharing_log.update(self._not_sharing(), len(self.mirror.peers.members))
 
     def _take_result(self, result: ProbeResult) -> None:
         """Compare peers by a canary. After a failed audit, drop all rows with the same origin as
@@ -374,9 +369,9 @@ class Replica:
             return NotSharing.RESETTING
         if not self._process.ready:
             return NotSharing.NO_TRANSFER_PROCESS
-        if not self.mirror.peers:
+        if not self.mirror.peers.members:
             return NotSharing.NO_PEERS if self._namespace.lasting else NotSharing.ALONE
-        if not any(map(self.canary.trusts, self.mirror.peers)):
+        if not any(map(self.canary.trusts, self.mirror.peers.members)):
             return NotSharing.NOT_COMPARED
         return None
 
@@ -426,14 +421,14 @@ class Replica:
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
         row_bytes, counts, process = self._region.row_bytes, self._fetcher.counts, self._process
-        received = counts.received.most_common(_MAX_DONORS)
+        received = {peer.name: peer.received for peer in self.mirror.peers.values()}
         return asdict(
             schema.ReplicaStats(
                 **self._engine.stats(),
                 from_environment=[*self._config.from_environment],
                 bytes_received=counts.rows * row_bytes,
-                received_from={donor: rows * row_bytes for donor, rows in received},
-                fetching=dict(counts.in_flight.most_common(_MAX_DONORS)),
+                received_from={name: rows * row_bytes for name, rows in received.items() if rows},
+                fetching=dict(counts.in_flight),
                 fetches=counts.fetches,
                 pool=schema.PoolStats(
                     *self._pool.counts(), row_bytes, self._cache_rows, self._config.engines

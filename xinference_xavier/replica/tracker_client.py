@@ -73,43 +73,6 @@ class TrackerLocation:
         return reachable_address(address, via=supervisor.address)
 
 
-class LivePeers:
-    """Reports the live peers whenever they change.
-
-    A new tracker does not know the peers that have not joined it yet. They count as alive for one
-    lease after it appeared, unless it saw them leave.
-    """
-
-    def __init__(self, on_members: Callable[[frozenset[str]], None]) -> None:
-        self._on_members = on_members
-        self._alive: frozenset[str] = frozenset()
-        self._seen: frozenset[str] = frozenset()
-        self._epoch = ""
-        self._grace_until = 0.0
-
-    def start(self, epoch: str, lease: float) -> None:
-        """Begin a session with the tracker's index `epoch`."""
-        if epoch != self._epoch:
-            self._epoch, self._seen = epoch, frozenset()
-            self._grace_until = asyncio.get_running_loop().time() + lease
-
-    def update(self, peers: frozenset[str]) -> None:
-        """Take over `peers`, the members that the tracker reports."""
-        departed, self._seen = self._seen - peers, self._seen | peers
-        in_grace = asyncio.get_running_loop().time() < self._grace_until
-        self._set_alive(peers | (self._alive - departed) if in_grace else peers)
-
-    def clear(self) -> None:
-        """The replica leaves its peers."""
-        self._seen, self._epoch = frozenset(), ""
-        self._set_alive(frozenset())
-
-    def _set_alive(self, alive: frozenset[str]) -> None:
-        if alive != self._alive:
-            self._alive = alive
-            self._on_members(alive)
-
-
 CALL_DEADLINE = 5.0  # seconds for a call to the tracker; a watch gets its waiting time on top
 LOCATE_DEADLINE = 15.0
 """Seconds to find the tracker: it may take calls to the worker and to the supervisor."""
@@ -128,7 +91,7 @@ class TrackerClient:
     - `replica` is the name that it keeps over its incarnations.
     - `locate` returns the address of the tracker's pool, or raises while there is no tracker.
     - `holdings` returns all keys to publish, `stats` the replica's stats, JSON-able.
-    - `on_members` receives the peers to treat as alive, whenever they change.
+    - `on_members` receives who the peers are, whenever that changes.
     - `on_joined` receives the model's secret at every join, before peers learn the holdings.
     - `on_session` receives the error that ended a session, or None when one has begun.
     - `events` are to be reported to the tracker; they are removed once delivered.
@@ -175,7 +138,8 @@ class TrackerClient:
         self._load_reporter = load_reporter
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
-        self._live_peers = LivePeers(on_members)
+        self._on_members = on_members
+        self._known: frozenset[str] = frozenset()
         self._on_joined = on_joined
         self._on_session = on_session
         self._events = deque() if events is None else events
@@ -239,7 +203,7 @@ class TrackerClient:
         old, self.namespace = self.namespace, namespace
         await self._end_session()
         self.mirror.clear()
-        self._live_peers.clear()
+        self._tell_members()
         await self._send_leave(old, moving=True)
         self._retry_now.set()
 
@@ -276,7 +240,7 @@ class TrackerClient:
             namespace, member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION
         )
         reply: JoinReply = await within(CALL_DEADLINE, call)
-        self._live_peers.start(reply.epoch, reply.lease)
+        self.mirror.peers.expect(reply.epoch, reply.lease)
         self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
         self._on_joined(reply.secret)
         await self.publisher.send_holdings(partial(self._call, namespace))
@@ -295,7 +259,13 @@ class TrackerClient:
             )
             for _ in mirror.apply_in_pieces(update):
                 await asyncio.sleep(PIECE_PAUSE)
-            self._live_peers.update(mirror.peers)
+            self._tell_members()
+
+    def _tell_members(self) -> None:
+        known = frozenset(self.mirror.peers)
+        if known != self._known:
+            self._known = known
+            self._on_members(known)
 
     async def _send_heartbeats(self, namespace: str, lease: float) -> None:
         while True:

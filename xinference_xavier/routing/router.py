@@ -87,7 +87,6 @@ class Router:
         self._source = source
         self._expected = Expected()
         self._cached = Expected(MAX_CACHED)
-        self._numbers = mirror.sets
         self._version = -1
         self._busy = 0.0  # share of the time in which a replica works
         self._prompt_s = 0.0  # mean time for which a prompt keeps a replica busy
@@ -297,13 +296,13 @@ class Router:
 
     def _renumber(self) -> None:
         """Follow the index's numbers. A replica that is not in the index gets one behind them."""
-        numbers = self._mirror.sets
-        if numbers is self._numbers and numbers.version == self._version:
+        peers = self._mirror.peers
+        if peers.version == self._version:
             return
-        self._numbers, self._version = numbers, numbers.version
-        free, moved = 1 << numbers.size, False
+        self._version = peers.version
+        free, moved = 1 << peers.size, False
         for replica in self.replicas.values():
-            before, replica.bit = replica.bit, numbers.set_of((replica.name,))
+            before, replica.bit = replica.bit, peers.set_of((replica.name,))
             if not replica.bit:
                 replica.bit, free = free, free << 1
             moved |= before not in (0, replica.bit)

@@ -1,5 +1,6 @@
-"""Pauses between tries that fail."""
+"""Pauses between tries that fail, and until when what failed is left alone."""
 
+import math
 import random
 
 
@@ -21,3 +22,36 @@ class Backoff:
     def reset(self) -> None:
         """The next pause is the shortest again."""
         self._next = self._least
+
+
+class Outage:
+    """What fails is left alone until the time `until`, longer after each failure in a row. `reason`
+    is the latest failure's. So many failures in a row are `tolerated`."""
+
+    def __init__(self, least: float, most: float, *, tolerated: int = 0) -> None:
+        self.reason = ""
+        self.until = -math.inf
+        self._left = self._tolerated = tolerated
+        self._pause = 0.0
+        self._backoff = Backoff(least, most)
+
+    @property
+    def is_on(self) -> bool:
+        """It has failed, and has not worked since."""
+        return self._left < 0
+
+    def fail(self, now: float, reason: str) -> None:
+        self.reason = reason
+        self._left -= 1
+        if self.is_on:
+            self._pause = self._backoff.pause()
+            self.until = now + self._pause
+
+    def prolong(self, now: float) -> None:
+        """A try says neither that it works nor that it does not."""
+        self.until = now + self._pause
+
+    def end(self) -> None:
+        """It works."""
+        self._left, self.until = self._tolerated, -math.inf
+        self._backoff.reset()
