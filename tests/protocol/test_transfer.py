@@ -13,11 +13,11 @@ from xinference_xavier.protocol.transfer import (
     Grant,
     GrantRequest,
     HotChunks,
+    Started,
     Startup,
     check_grant,
     check_request,
     check_slots,
-    parse_started,
     prove,
     unpack_hot,
 )
@@ -43,16 +43,17 @@ def test_the_startup_message_of_another_version_is_refused_with_the_remedy() -> 
         Startup.from_json(line)
 
 
-def test_a_transfer_process_reports_its_address_or_why_it_failed() -> None:
+def test_a_transfer_process_reports_where_it_is_and_what_works_or_why_it_failed() -> None:
     for host in ("boot", None):
-        started = Endpoint("host:1", host)
-        assert parse_started(json.dumps(started._asdict()).encode() + b"\n") == started
+        transports = {"near": host, "far": None}
+        started = Started(Endpoint("host:1", host), transports, {"best": "no such device"})
+        assert Started.from_json(started.to_json()) == started
     for line, error in [
         (b'{"error": "no such host"}\n', "no such host"),
         (b"", "ended without an answer"),
     ]:
         with pytest.raises(TransportError, match=error):
-            parse_started(line)
+            Started.from_json(line)
 
 
 REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (b"key1", b"key2"))

@@ -213,12 +213,13 @@ class Fetching:
         self.moved, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
         self.namespace = SharedNamespace("namespace", lambda _: self.moved.wait())
         self.rolled_back: list[str] = []
+        self.failed: tuple[tuple[str, str], ...] = ()
         self.mirror = Mirror("own")
         self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
         self.canary: Any = SimpleNamespace(
             trusts=lambda _: True, differing=set(), doubt=lambda _: None
         )
-        process: Any = SimpleNamespace(pull=self._pull)
+        process: Any = SimpleNamespace(pull=self._pull, transports_to=lambda *_: ("gloo",))
         self.fetcher = Fetcher(
             incarnation="own",
             pool=self.pool,
@@ -252,7 +253,7 @@ class Fetching:
     async def _pull(self, order: PullOrder) -> PullResult:
         self.pulling.set()
         await self.arrive.wait()
-        return PullResult(len(order.slots), None, "gloo")
+        return PullResult(len(order.slots), None, "gloo", self.failed)
 
 
 @pytest.fixture
@@ -283,6 +284,15 @@ async def test_a_donor_that_was_not_compared_is_asked_for_nothing(fetching: Fetc
     await fetching.fetch()
     assert fetching.rolled_back == ["not compared"]
     assert not fetching.pulling.is_set()
+
+
+async def test_a_transport_that_failed_is_left_alone_for_a_while(fetching: Fetching) -> None:
+    fetching.meet_donor()
+    fetching.failed = (("nixl", "no such device"),)
+    fetching.arrive.set()
+    await fetching.fetch()
+    assert fetching.rolled_back == []
+    assert fetching.mirror.peers["donor"].broken["nixl"].is_on
 
 
 @pytest.mark.parametrize(

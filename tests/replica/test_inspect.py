@@ -76,7 +76,7 @@ class Process:
     starts = 3
     error = "it was killed"
 
-    async def probe_link(self, *peer: object) -> str | None:
+    async def try_link(self, *peer: object) -> str | None:
         raise AssertionError("no peer here has a transfer process")
 
     async def stats(self) -> dict[str, object]:
@@ -128,6 +128,6 @@ async def test_each_peer_has_its_own_reason(address: str) -> None:
     assert "own" not in checked["peers"]
 
 
-async def test_the_number_of_probed_peers_is_bounded(address: str) -> None:
+async def test_the_number_of_peers_that_are_tried_is_bounded(address: str) -> None:
     many = [Member(f"{number:03}", address) for number in range(MAX_PEERS + 9)]
     assert len((await check(*many))["peers"]) == MAX_PEERS

@@ -26,7 +26,6 @@ from xinference_xavier.transfer.__main__ import TransferActor
 from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
-from xinference_xavier.transfer.transports.selection import TransportSelector
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 HOST = "127.0.0.1"
@@ -78,6 +77,7 @@ class Side(NamedTuple):
     pool: Any
     region: Region
     actor: Any
+    transports: tuple[str, ...]
     host: str | None
 
     @property
@@ -107,6 +107,7 @@ class Side(NamedTuple):
         order = PullOrder(
             donor=donor.name,
             endpoint=donor.endpoint,
+            transports=self.transports,
             granted=tuple(granted),
             expires=time.monotonic() + lifetime,
             keys=tuple(KEYS[slot] for slot in rows),
@@ -117,9 +118,9 @@ class Side(NamedTuple):
         return order._replace(**changes)
 
     async def fetch(self, order: PullOrder) -> PullResult:
-        """The result without its transport."""
+        """The result without its transports."""
         result: PullResult = await self.actor.pull(order)
-        return result._replace(transport=None)
+        return result._replace(transport=None, failed=())
 
     async def pull(self, donor: Side, slots: Sequence[int], **how: Any) -> PullResult:
         return await self.fetch(self.order(donor, slots, **how))
@@ -164,13 +165,13 @@ class Sides:
         region.array[:] = np.random.default_rng(seed).integers(0, 256, region.array.shape, np.uint8)
         pool = await listen(HOST, None)
         startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, ())
-        choice = TransportSelector(
-            [new(region, HOST, None) for new in transports or (self.kind.plain,)]
-        )
+        made = [new(region, HOST, None) for new in transports or (self.kind.plain,)]
         actor = await xoscar.create_actor(
-            TransferActor, startup, region, choice, address=pool.external_address, uid=TRANSFER_UID
+            TransferActor, startup, region, made, address=pool.external_address, uid=TRANSFER_UID
         )
         if secret is not None:
             await actor.configure(secret)
-        self.all.append(Side(name, pool, region, actor, choice.host))
+        host = next((transport.host for transport in made if transport.host), None)
+        names = tuple(transport.name for transport in made)
+        self.all.append(Side(name, pool, region, actor, names, host))
         return self.all[-1]

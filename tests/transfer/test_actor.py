@@ -1,5 +1,6 @@
 """The links that two transfer actors make: by which transport, with whom, and for how long."""
 
+import logging
 import threading
 import time
 from typing import NoReturn
@@ -7,10 +8,13 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from tests.transfer.sides import NOBODY, PATIENCE, Side, Sides
-from xinference_xavier.errors import LinkError
-from xinference_xavier.protocol.transfer import PullResult
-from xinference_xavier.transfer.__main__ import load_transport
+from tests.logged import messages
+from tests.transfer.no_transport import NoTransport
+from tests.transfer.sides import PATIENCE, Side, Sides
+from xinference_xavier.errors import LinkError, TransportError
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import PullResult, Startup
+from xinference_xavier.transfer.__main__ import load_transport, usable
 from xinference_xavier.transfer.transports.base import Acceptance, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
@@ -53,77 +57,48 @@ class Silent(SharedMemoryTransport):
 AUTO = (SharedMemoryTransport, GlooTransport)
 
 
-class TestAuto:
-    """Shared memory where it works, Gloo where it does not, in the same fetch."""
-
-    @pytest.mark.parametrize(
-        ("says", "transport"),
-        [
-            ({}, "shared_memory"),
-            ({"host": None}, "gloo"),
-            ({"host": "another-boot 1 0"}, "gloo"),
-        ],
-    )
-    async def test_donors_of_this_host_are_linked_by_shared_memory_others_by_gloo(
-        self, sides: Sides, says: dict[str, str | None], transport: str
-    ) -> None:
-        consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        endpoint = donor.endpoint._replace(**says)
-        order = consumer.order(donor, [1], endpoint=endpoint)
-        assert await consumer.actor.pull(order) == PullResult(1, None, transport)
-        stats = await consumer.actor.stats()
-        assert (stats["transport"], stats["fallbacks"]) == (transport, 0)
+class TestSeveralTransports:
+    """The best one that makes a link is used, in the same fetch."""
 
     @pytest.mark.parametrize("near", [Elsewhere, Silent])
-    async def test_a_donor_whose_memory_cannot_be_mapped_is_linked_by_gloo_at_once_and_later(
+    async def test_a_donor_whose_memory_cannot_be_mapped_is_linked_by_gloo(
         self, sides: Sides, near: type[Transport]
     ) -> None:
         consumer = await sides.start("consumer", *AUTO)
         donor = await sides.start("donor", near, GlooTransport)
-        for slot in range(2):
-            order = consumer.order(donor, [slot], timeout=4.0)
-            assert await consumer.actor.pull(order) == PullResult(1, None, "gloo")
-            await donor.actor.close_links_except(NOBODY)  # the next fetch opens another link
+        result = await consumer.actor.pull(consumer.order(donor, [1], timeout=4.0))
+        assert result[:3] == (1, None, "gloo")
+        assert [name for name, _ in result.failed] == ["shared_memory"]
         stats = await consumer.actor.stats()
-        assert (stats["linked_to"], stats["fallbacks"]) == ({"donor": "gloo"}, 1)
-        assert np.array_equal(consumer.rows[:2], donor.rows[:2])
+        assert (stats["linked_to"], stats["transport"]) == ({"donor": "gloo"}, "gloo")
+        assert np.array_equal(consumer.rows[1], donor.rows[1])
 
-    async def test_of_several_transports_the_best_that_works_is_used(self, sides: Sides) -> None:
-        """A donor without RDMA refuses it; one with it is read by it."""
-        three = (SharedMemoryTransport, NixlTransport, GlooTransport)
-        consumer = await sides.start("consumer", *three)
-        with_it = await sides.start("with", *three[1:])
+    async def test_a_donor_refuses_what_it_does_not_have(self, sides: Sides) -> None:
+        consumer = await sides.start("consumer", NixlTransport, GlooTransport)
+        with_it = await sides.start("with", NixlTransport, GlooTransport)
         without = await sides.start("without", GlooTransport)
-        for donor, transport in ((with_it, "nixl"), (without, "gloo")):
-            result = await consumer.actor.pull(consumer.order(donor, [1]))
-            assert result == PullResult(1, None, transport)
-        stats = await consumer.actor.stats()
+        assert await consumer.actor.pull(consumer.order(with_it, [1])) == PullResult(
+            1, None, "nixl"
+        )
         refusal = "the donor offers gloo, not 'nixl'"
-        assert stats["obstacles"] == {
-            "with": {"shared_memory": "memory not shared"},
-            "without": {"shared_memory": "memory not shared", "nixl": refusal},
-        }
-        assert stats["fallbacks"] == 1
+        result = await consumer.actor.pull(consumer.order(without, [1]))
+        assert result[:3] == (1, None, "gloo")
+        assert refusal in dict(result.failed)["nixl"]
 
-    async def test_a_probe_opens_a_link(self, sides: Sides) -> None:
+    async def test_a_link_moves_to_a_better_transport_that_is_to_be_tried_again(
+        self, sides: Sides
+    ) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        assert await consumer.actor.probe_link("donor", donor.endpoint, PATIENCE) is None
+        for transports, used in ((("gloo",), "gloo"), (consumer.transports, "shared_memory")):
+            order = consumer.order(donor, [1], transports=transports)
+            assert (await consumer.actor.pull(order)).transport == used
+        assert await consumer.links() == 1
+
+    async def test_a_trial_opens_a_link(self, sides: Sides) -> None:
+        consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
+        there = donor.endpoint, consumer.transports, PATIENCE
+        assert (await consumer.actor.try_link("donor", *there)).reason is None
         assert (await consumer.actor.stats())["linked_to"] == {"donor": "shared_memory"}
-
-
-@pytest.mark.parametrize(
-    ("says", "reason"), [(None, "memory not shared"), ("another-boot 1 0", "other machine")]
-)
-async def test_a_consumer_that_requires_shared_memory_learns_why_it_is_impossible(
-    sides: Sides, says: str | None, reason: str
-) -> None:
-    consumer = await sides.start("consumer", SharedMemoryTransport)
-    donor = await sides.start("donor", *AUTO)
-    endpoint = donor.endpoint._replace(host=says)
-    assert await consumer.pull(donor, [1], endpoint=endpoint) == PullResult(0, reason)
-    told = await consumer.actor.probe_link("donor", endpoint, PATIENCE)
-    assert told == f"no link by shared_memory: {reason}"
-    assert (await consumer.pull(donor, [1])).verified == 1
 
 
 def test_a_transport_is_found_by_its_path() -> None:
@@ -133,3 +108,52 @@ def test_a_transport_is_found_by_its_path() -> None:
     for wrong in ("xinference_xavier.transfer.transports.gloo:GlooLink", "json:dumps"):
         with pytest.raises(TypeError, match="is not a Transport"):
             load_transport(wrong)
+
+
+class Far(NoTransport):
+    name = "far"
+
+
+class Unfit(NoTransport):
+    name = "unfit"
+
+    @classmethod
+    def unfit(cls) -> str | None:
+        return "no such device"
+
+
+class Broken(NoTransport):
+    name = "broken"
+
+    def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
+        raise TransportError("it burns")
+
+
+@pytest.fixture(scope="module")
+def region() -> Region:
+    return Region.create(1, 4096)
+
+
+def startup(*transports: type[Transport]) -> Startup:
+    paths = tuple(f"{kind.__module__}:{kind.__name__}" for kind in transports)
+    return Startup("a", 3, 1, 4096, "", None, paths)
+
+
+def test_a_better_transport_that_this_host_cannot_use_is_left_out(
+    region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found, unusable = usable(startup(Unfit, Broken, Far), region)
+    assert [transport.name for transport in found] == ["far"]
+    assert unusable == {
+        "unfit": "no such device",
+        "broken": "it burns",
+    }
+    assert ["broken" in message for message in messages(caplog)] == [True]
+
+
+def test_the_last_transport_must_work(region: Region) -> None:
+    (unfit,), unusable = usable(startup(Unfit), region)
+    assert (unfit.name, unusable) == ("unfit", {}), "nobody asked for another one"
+    with pytest.raises(TransportError, match="it burns"):
+        usable(startup(Far, Broken), region)

@@ -31,8 +31,6 @@ async def test_rows_are_pulled_verified_and_counted(
         "bytes_sent": 0,
         "links": 1,
         "linked_to": {"donor": name},
-        "obstacles": {"donor": {}},
-        "fallbacks": 0,
     }
     assert (await consumer.actor.pull(consumer.order(donor, [4]))).transport == name
     await donor.until("bytes_sent", 4 * ROW_BYTES)

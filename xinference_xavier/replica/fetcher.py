@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import xoscar
 
-from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
+from xinference_xavier.errors import REFUSALS, GrantRefusedError, OutOfReachError, XavierError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK, Peer
 from xinference_xavier.pool.pool import Pool, Row
@@ -28,6 +28,7 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
     check_grant,
 )
+from xinference_xavier.replica import reach
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk, DiskState
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -174,11 +175,16 @@ class Fetcher:
     async def _pull(self, fetch: Fetch, peer: Peer, grant: Grant, parts: int) -> str | None:
         """Returns why not all granted rows were committed; None if they were. Raises
         GrantRefusedError as `_receive`."""
+        try:
+            transports = self._process.transports_to(peer, grant.endpoint)
+        except OutOfReachError as error:
+            return error.reason
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
             peer.name,
             grant.endpoint,
+            transports,
             grant.slots,
             grant.expires,
             tuple(row.key for row in rows),
@@ -217,6 +223,7 @@ class Fetcher:
             fetch.transport = result.transport
             if peer is not None:
                 peer.linked_by = result.transport
+                reach.fell_back(peer, result.failed)
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
         if self._differs(fetch.source) or parts != self._namespace.parts:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import Peer
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.protocol.transfer import Endpoint
@@ -100,8 +101,8 @@ def _common(holders: Callable[[bytes], int], keys: Sequence[bytes]) -> int:
     return functools.reduce(operator.and_, map(holders, keys))
 
 
-PROBE_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open
-MAX_PEERS = 64  # that are probed
+TRIAL_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open
+MAX_PEERS = 64  # that are tried
 
 
 async def self_check(
@@ -113,9 +114,10 @@ async def self_check(
     """JSON-able. `fingerprint_fields` are the namespace's.
     `peers` maps each peer to why no link to it opens; None if one does. `linked_to` has the
     transport of each link, `obstacles` why a better one is not used."""
-    peers = sorted(mirror.peers.members)[:MAX_PEERS]
-    probed = await asyncio.gather(*(_probe(peer, mirror, process) for peer in peers))
-    links = await process.stats()
+    peers = [mirror.peers[name] for name in sorted(mirror.peers.members)[:MAX_PEERS]]
+    tried = await asyncio.gather(*(_try(peer, process) for peer in peers))
+    linked_to = (await process.stats()).get("linked_to", {})
+    linked = [peer for name in linked_to if (peer := mirror.peers.get(name)) is not None]
     return {
         **process_info(),
         "config": config.to_dict(),
@@ -123,22 +125,21 @@ async def self_check(
         "transfer_address": process.endpoint and process.endpoint.address,
         "transfer_starts": process.starts,
         "transfer_error": process.error,
-        "peers": dict(zip(peers, probed, strict=True)),
-        "linked_to": links.get("linked_to", {}),
-        "obstacles": links.get("obstacles", {}),
+        "peers": {peer.name: reason for peer, reason in zip(peers, tried, strict=True)},
+        "linked_to": linked_to,
+        "obstacles": {peer.name: process.obstacles(peer) for peer in linked},
     }
 
 
-async def _probe(peer: str, mirror: Mirror, process: TransferProcess) -> str | None:
-    address = mirror.peers.address(peer)
-    if address is None:
+async def _try(peer: Peer, process: TransferProcess) -> str | None:
+    if (address := peer.address) is None:
         return None  # it just left
     try:
         endpoint: Endpoint | None = await ask(
-            PROBE_DEADLINE, address, replica_uid(peer), "transfer_endpoint"
+            TRIAL_DEADLINE, address, replica_uid(peer.name), "transfer_endpoint"
         )
     except Exception as error:  # xoscar raises whatever the peer raised
         return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
     if endpoint is None:
         return "it has no transfer process"
-    return await process.probe_link(peer, endpoint, PROBE_DEADLINE)
+    return await process.try_link(peer, endpoint, TRIAL_DEADLINE)

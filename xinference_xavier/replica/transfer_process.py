@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import xoscar
 
-from xinference_xavier.errors import XavierError
+from xinference_xavier.errors import OutOfReachError, XavierError
+from xinference_xavier.peers import Peer
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     MAX_LINE,
@@ -23,9 +24,10 @@ from xinference_xavier.protocol.transfer import (
     Endpoint,
     PullOrder,
     PullResult,
+    Started,
     Startup,
-    parse_started,
 )
+from xinference_xavier.replica import reach
 from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, within
 from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.host import parent_pid
@@ -45,7 +47,7 @@ _STABLE_AFTER = 60.0
 class _Child(NamedTuple):
     process: asyncio.subprocess.Process
     control: asyncio.StreamWriter
-    endpoint: Endpoint
+    started: Started
     actor: xoscar.ActorRefType
     exited: asyncio.Future[int]
 
@@ -89,7 +91,7 @@ class TransferProcess:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        return self._child.endpoint if self._child is not None else None
+        return self._child.started.endpoint if self._child is not None else None
 
     @property
     def pid(self) -> int | None:
@@ -141,12 +143,12 @@ class TransferProcess:
             scope.undo(control.close)
             control.write(self._startup.to_json())
             async with asyncio.timeout(_START_TIMEOUT + self._region.size / _REGISTERED_PER_SECOND):
-                endpoint = parse_started(await answer.readline())
-            finding = xoscar.actor_ref(endpoint.address, TRANSFER_UID)
+                started = Started.from_json(await answer.readline())
+            finding = xoscar.actor_ref(started.endpoint.address, TRANSFER_UID)
             actor = await within(_START_TIMEOUT, finding)
             scope.commit()
         exited = asyncio.ensure_future(process.wait())
-        return _Child(process, control, endpoint, actor, exited)
+        return _Child(process, control, started, actor, exited)
 
     async def _supervise(self, child: _Child) -> None:
         while self._configured != self._secret:  # which may change meanwhile
@@ -187,17 +189,30 @@ class TransferProcess:
             with suppress(*UNREACHABLE):
                 await self._call(self._child, _CALL_TIMEOUT, "close_links_except", members)
 
-    async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
-        """Why no link to the donor's transfer process can be opened, or None."""
+    def transports_to(self, peer: Peer, endpoint: Endpoint) -> tuple[str, ...]:
+        """The transports to try with the peer, whose transfer process is at `endpoint`, best first;
+        none without a process of our own. Raises OutOfReachError."""
+        reach.meet(peer, endpoint)
+        return () if self._child is None else reach.transports(self._child.started, peer)
+
+    def obstacles(self, peer: Peer) -> dict[str, str]:
+        """The reasons against transports that are not tried with the peer."""
+        return {} if self._child is None else reach.obstacles(self._child.started, peer)
+
+    async def try_link(self, peer: Peer, endpoint: Endpoint, timeout: float) -> str | None:
+        """Why no link to the peer's transfer process can be opened, or None."""
         if self._child is None:
             return "this replica has no transfer process"
         try:
-            reason: str | None = await self._call(
-                self._child, timeout + _GRACE, "probe_link", donor, endpoint, timeout
-            )
+            transports = self.transports_to(peer, endpoint)
+            call = peer.name, endpoint, transports, timeout
+            result: PullResult = await self._call(self._child, timeout + _GRACE, "try_link", *call)
+        except OutOfReachError as error:
+            return str(error)
         except UNREACHABLE as error:
             return f"this replica's transfer process does not answer: {error!r}"
-        return reason
+        reach.fell_back(peer, result.failed)
+        return result.reason and f"no link to {endpoint.address}: {result.reason}"
 
     async def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = {}

@@ -19,19 +19,25 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import xoscar
 
 from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import MAX_LINE, TRANSFER_UID, Endpoint, Startup
+from xinference_xavier.protocol.transfer import (
+    MAX_LINE,
+    TRANSFER_UID,
+    Endpoint,
+    Started,
+    Startup,
+)
 from xinference_xavier.runtime.host import GRACE, await_end
 from xinference_xavier.runtime.net import listen
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.transfer.links import LinkContext, Receiver, Sender
 from xinference_xavier.transfer.transports.base import Transport
-from xinference_xavier.transfer.transports.selection import TransportSelector
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +45,15 @@ logger = logging.getLogger(__name__)
 class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Pulls rows for its own engine, and sends rows that the engine granted to peers."""
 
-    def __init__(self, startup: Startup, region: Region, selector: TransportSelector) -> None:
+    def __init__(self, startup: Startup, region: Region, transports: Sequence[Transport]) -> None:
         super().__init__()
-        self._context = LinkContext(startup.incarnation, region, selector, RateLimitedLog(logger))
+        by_name = {transport.name: transport for transport in transports}
+        self._context = LinkContext(startup.incarnation, region, by_name, RateLimitedLog(logger))
         self._receiver = Receiver(self._context)
         self._sender = Sender(self._context)
         # Called by our engine:
         self.pull = self._receiver.pull
-        self.probe_link = self._receiver.probe_link
+        self.try_link = self._receiver.try_link
         # Called by a peer's transfer process:
         self.open_link = self._sender.open_link
         self.serve = self._sender.serve
@@ -59,14 +66,12 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
         """`transport` names the transports with open links; all transports if there is no link."""
         linked_to = self._receiver.linked_to()
         links = [*linked_to.values(), *self._sender.transports()]
-        names = self._context.selector.names
+        names = [*self._context.transports]
         return {
             "transport": ", ".join([name for name in names if name in links] or names),
             "bytes_sent": self._context.bytes_sent,
             "links": len(links),
             "linked_to": linked_to,
-            "obstacles": self._receiver.obstacles(),
-            "fallbacks": self._context.selector.fallbacks,
         }
 
     async def close_links_except(self, members: frozenset[str]) -> None:
@@ -84,11 +89,11 @@ def load_transport(path: str) -> type[Transport]:
 
 
 def usable(startup: Startup, region: Region) -> tuple[list[Transport], dict[str, str]]:
-    """The transports that work on this host, and why better ones are left out. Raises
+    """The transports that work on this host, and why better ones do not. Raises
     TransportError: the last one does not work."""
     *better, last = map(load_transport, startup.transports)
     found: list[Transport] = []
-    left_out: dict[str, str] = {}
+    unusable: dict[str, str] = {}
     for kind in better:
         try:
             reason = kind.unfit()
@@ -98,27 +103,28 @@ def usable(startup: Startup, region: Region) -> tuple[list[Transport], dict[str,
             logger.warning("cannot use %s: error=%r", kind.name, error)
             reason = str(error) or type(error).__name__
         if reason is not None:
-            left_out[kind.name] = reason
+            unusable[kind.name] = reason
     found.append(last(region, startup.host, startup.port_range))
-    return found, left_out
+    return found, unusable
 
 
 async def _serve(engine: socket.socket, startup: Startup) -> None:
     region = Region(startup.region_fd, startup.rows, startup.row_bytes)
     try:
-        transports, left_out = usable(startup, region)
+        transports, unusable = usable(startup, region)
         pool = await listen(startup.host, startup.port_range)
     except XavierError as error:
         _give_up(engine, error)
         return
     # Modules stay loaded: searching them for garbage would delay fetches by 0.1 s.
     gc.freeze()
-    selector = TransportSelector(transports, left_out)
+    address = pool.external_address
     await xoscar.create_actor(
-        TransferActor, startup, region, selector, address=pool.external_address, uid=TRANSFER_UID
+        TransferActor, startup, region, transports, address=address, uid=TRANSFER_UID
     )
-    endpoint = Endpoint(pool.external_address, selector.host)
-    engine.sendall(json.dumps(endpoint._asdict()).encode() + b"\n")
+    hosts = {transport.name: transport.host for transport in transports}
+    endpoint = Endpoint(address, next(filter(None, hosts.values()), None))
+    engine.sendall(Started(endpoint, hosts, unusable).to_json())
     threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
     await asyncio.Event().wait()
 

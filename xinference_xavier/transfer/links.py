@@ -9,7 +9,7 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 import xoscar
 
-from xinference_xavier.errors import OUT_OF_REACH, LinkError, XavierError
+from xinference_xavier.errors import LinkError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
@@ -32,7 +32,6 @@ from xinference_xavier.protocol.transfer import (
 from xinference_xavier.runtime.aio import Rollback, remaining, spawn, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.transfer.transports.base import Acceptance, Link, Transport
-from xinference_xavier.transfer.transports.selection import OutOfReachError, TransportSelector
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class LinkContext:
 
     incarnation: str
     region: Region
-    selector: TransportSelector
+    transports: Mapping[str, Transport]
     log: RateLimitedLog
     secret: bytes | None = None
     bytes_sent: int = 0
@@ -53,6 +52,14 @@ class LinkContext:
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2 * MAX_LINKS, "xavier-link")
     )
+
+    def named(self, transport: str) -> Transport:
+        """The transport that a consumer asks for. Raises LinkError."""
+        try:
+            return self.transports[transport]
+        except KeyError:
+            offered = " or ".join(self.transports)
+            raise LinkError(f"the donor offers {offered}, not {transport!r}") from None
 
 
 async def close_link(link: Link) -> None:
@@ -106,7 +113,7 @@ class Sender:
                 f"the consumer's rows have {row_bytes} bytes, the donor's {own_bytes}; give the "
                 "replicas the same options"
             )
-        own = self._context.selector.named(transport)
+        own = self._context.named(transport)
         # A consumer has one link to us, and asks for another only after it has closed that one.
         await self._close_all_to(consumer)
         await self._make_room()
@@ -208,6 +215,7 @@ class _Progress:
 
     verified: int = 0  # rows
     transport: str | None = None
+    failed: tuple[tuple[str, str], ...] = ()  # transports, where another one worked
 
 
 class Receiver:
@@ -223,13 +231,7 @@ class Receiver:
         """The transport of each donor's link."""
         return {donor: opened.transport for donor, opened in self._links.items()}
 
-    def obstacles(self) -> dict[str, dict[str, str]]:
-        """The reasons against better transports, for each donor that we are linked to."""
-        obstacles = self._context.selector.obstacles
-        return {donor: obstacles(donor, *opened.endpoint) for donor, opened in self._links.items()}
-
     async def close_links_except(self, members: frozenset[str]) -> None:
-        self._context.selector.forget_except(members)
         for donor in self._links.keys() - members:
             await self._close(donor)
 
@@ -263,27 +265,27 @@ class Receiver:
                 lock.release()
             else:
                 spawn(self._end_batch(order.donor, lock, serving))
-        return PullResult(progress.verified, reason, progress.transport)
+        return PullResult(progress.verified, reason, progress.transport, progress.failed)
 
-    async def probe_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
-        """Open a link to `donor` unless there is one. Returns why it failed, or None."""
+    async def try_link(
+        self, donor: str, endpoint: Endpoint, transports: Sequence[str], timeout: float
+    ) -> PullResult:
+        """Open a link to `donor` unless there is one. The result's reason says why it failed."""
         deadline = time.monotonic() + timeout
+        progress = _Progress()
         lock = self._locks.setdefault(donor, asyncio.Lock())
         if lock.locked():
-            return None  # the link is in use
+            return PullResult(0, None)  # the link is in use
         async with lock:
             opened = self._links.get(donor)
             if opened is not None and opened.endpoint.address == endpoint.address:
-                return None
+                return PullResult(0, None)
             try:
                 await self._close(donor)
-                candidates = self._context.selector.candidates(donor, *endpoint)
-                await self._connect(donor, endpoint, candidates, deadline)
-            except OutOfReachError as error:
-                return str(error)
+                await self._connect(donor, endpoint, transports, deadline, progress)
             except Exception as error:  # a peer's exception can have any type
-                return f"no link to {endpoint.address}: {str(error) or type(error).__name__}"
-        return None
+                return PullResult(0, str(error) or type(error).__name__)
+        return PullResult(0, None, progress.transport, progress.failed)
 
     async def _end_batch(
         self, donor: str, lock: asyncio.Lock, serving: asyncio.Future[None]
@@ -305,20 +307,17 @@ class Receiver:
     ) -> asyncio.Future[None]:
         """Receive all rows. The future is done when the donor has finished the batch too."""
         opened = self._links.get(order.donor)
-        endpoint = order.endpoint
-        candidates = self._context.selector.candidates(order.donor, *endpoint)
-        best = candidates[0].name
+        endpoint, transports = order.endpoint, order.transports
         if (
             opened is None
             or opened.endpoint.address != endpoint.address
-            or opened.transport != best  # which had failed, and is tried again
+            or opened.transport != transports[0]  # which had failed, and is tried again
         ):
             await self._close(order.donor)
-            progress.transport = candidates[-1].name  # if none of them makes a link
-            opened = await self._connect(order.donor, endpoint, candidates, deadline)
+            opened = await self._connect(order.donor, endpoint, transports, deadline, progress)
         else:
             self._links[order.donor] = self._links.pop(order.donor)
-        progress.transport = opened.transport
+            progress.transport = opened.transport
 
         wanted = dict(zip(order.slots, zip(order.keys, order.checksums, strict=True), strict=True))
 
@@ -352,29 +351,33 @@ class Receiver:
         return serving
 
     async def _connect(
-        self, donor: str, endpoint: Endpoint, candidates: Sequence[Transport], deadline: float
+        self,
+        donor: str,
+        endpoint: Endpoint,
+        transports: Sequence[str],
+        deadline: float,
+        progress: _Progress,
     ) -> _OpenLink:
         """Try each transport with half of the time left, the last one with all of it."""
+        *better, progress.transport = transports
         await self._make_room()
         peer = await within(remaining(deadline), xoscar.actor_ref(endpoint.address, TRANSFER_UID))
-        *better, last = candidates
-        failed: list[tuple[Transport, Exception]] = []
-        for transport in better:
+        failed: list[tuple[str, str]] = []
+        for name in better:
             half = (time.monotonic() + deadline) / 2
             try:
-                opened = await self._open(transport, donor, endpoint, peer, half)
+                opened = await self._open(name, donor, endpoint, peer, half)
                 break
             except Exception as error:  # a peer's exception can have any type
-                failed.append((transport, error))
+                failed.append((name, str(error) or type(error).__name__))
         else:
-            opened = await self._open(last, donor, endpoint, peer, deadline)
-        for transport, failure in failed:
-            self._context.selector.record_fallback(donor, endpoint.address, transport, failure)
+            opened = await self._open(transports[-1], donor, endpoint, peer, deadline)
+        progress.transport, progress.failed = opened.transport, tuple(failed)
         return opened
 
     async def _open(
         self,
-        transport: Transport,
+        name: str,
         donor: str,
         endpoint: Endpoint,
         peer: xoscar.ActorRefType,
@@ -385,7 +388,7 @@ class Receiver:
         loop = asyncio.get_running_loop()
         threads = self._context.threads
         async with Rollback() as scope:
-            offer = transport.offer(deadline)
+            offer = self._context.transports[name].offer(deadline)
             scope.undo(loop.run_in_executor, None, offer.withdraw)
             link_id = os.urandom(8).hex()
             hello = await loop.run_in_executor(threads, lambda: offer.hello)
@@ -395,14 +398,14 @@ class Receiver:
                 prove(self._context.secret, link_id),
                 self._context.region.row_bytes,
                 self._context.incarnation,
-                transport.name,
+                name,
                 hello,
                 deadline - time.monotonic(),
             )
             answer = await within(remaining(deadline), opening)
             link = await loop.run_in_executor(threads, offer.complete, answer, deadline)
             scope.commit()
-        self._links[donor] = _OpenLink(link_id, endpoint, peer, transport.name, link)
+        self._links[donor] = _OpenLink(link_id, endpoint, peer, name, link)
         return self._links[donor]
 
     async def _make_room(self) -> None:
@@ -429,6 +432,4 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ChecksumError):
         return "checksum"
     # A peer's own words must not become labels of our metrics.
-    if isinstance(error, OutOfReachError) and error.reason in OUT_OF_REACH:
-        return error.reason
     return "timeout" if isinstance(error, TimeoutError) else "link"

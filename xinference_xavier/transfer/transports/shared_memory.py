@@ -32,8 +32,8 @@ from xinference_xavier.pool.region import (
 )
 from xinference_xavier.protocol.transfer import check_slots
 from xinference_xavier.runtime.aio import remaining
+from xinference_xavier.runtime.host import host_identity
 from xinference_xavier.transfer.transports.base import Check, Link, Transport
-from xinference_xavier.transfer.transports.selection import host_identity
 
 _NAME_BYTES = 16
 _CLOSED = "the link was closed"
