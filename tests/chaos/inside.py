@@ -86,7 +86,6 @@ class Inside:
             namespace="namespace",
             key_bytes=KEY_BYTES,
             region=self.region,
-            disk=disk,
         )
         self._disk = disk
         self.replica.start()
@@ -127,9 +126,9 @@ class Inside:
             "pool_refusals": self.pool.refusals,
             "epoch": self.replica.mirror.epoch,
             "enabled": self.replica.mirror.enabled,
-            "replacements": self.replica._client.counts.replacements,
+            "replacements": self.replica._client.publisher.replacements,
             "failures": self.replica._client.counts.failures,
-            "is_up": self.replica._client.joined.is_set() and self.replica._process.ready,
+            "is_up": self.replica._client.joined.is_set() and self.replica.process.ready,
             "namespace": self.replica._client.namespace if self.replica.tier.sharing else "",
             "replica": self.replica.stats(),
         }
@@ -267,7 +266,7 @@ class Inside:
         }
 
     def _links(self) -> int:
-        stats = self._in_background(self.replica._process.stats)
+        stats = self._in_background(self.replica.process.stats)
         return int(stats.get("links", 0))
 
     def region_inode(self) -> int:

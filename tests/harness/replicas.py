@@ -32,6 +32,7 @@ from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import ProbeResult, Sketch
+from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.inspect import Chunked
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Engine, Replica
@@ -142,7 +143,7 @@ class _Inside:
         self.replica = Replica(
             XavierConfig(**options),
             engine=self.engine,
-            tier=PeerTier(self.pool, Mirror(name, trusted=self.factor is None)),
+            tier=PeerTier(self.pool, Mirror(name, trusted=self.factor is None), NoDisk()),
             incarnation=name,
             namespace=namespace,
             key_bytes=KEY_BYTES,
@@ -281,7 +282,7 @@ class _Inside:
 
     def transfer_stats(self) -> dict[str, Any]:
         asking = asyncio.run_coroutine_threadsafe(
-            self.replica._process.stats(), self.replica._thread.loop
+            self.replica.process.stats(), self.replica._thread.loop
         )
         return asking.result(DEADLINE)
 
@@ -293,7 +294,7 @@ class _Inside:
 
     def is_up(self) -> bool:
         """Whether it has joined and its transfer process knows the secret."""
-        return self.replica._client.joined.is_set() and self.replica._process.ready
+        return self.replica._client.joined.is_set() and self.replica.process.ready
 
     def is_warm(self) -> bool:
         """Whether it takes requests."""

@@ -31,6 +31,7 @@ from xinference_xavier.replica.canary import (
     Sketch,
     difference,
 )
+from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.stats.schema import ComparisonStats
@@ -169,7 +170,8 @@ class TestWhatDiffers:
             row.origin = origin
             pool.commit(row)
         events = SimpleNamespace(differs=lambda *_: None)
-        replica: Any = SimpleNamespace(_events=events, _forget=partial(flush, pool))
+        client = SimpleNamespace(events=events)
+        replica: Any = SimpleNamespace(_client=client, _forget=partial(flush, pool))
         Replica._differs(replica, "peer", FOUND, parts)
         assert [key for key in (b"own", b"peer's", b"other's") if pool.lookup(key)] == left
 
@@ -273,7 +275,12 @@ def test_what_follows_from_a_probe(
     result: ProbeResult, told: list[Any], counts: ComparisonStats
 ) -> None:
     recorder = Recorder()
-    parts = {"canary": recorder, "_disk": None, "_events": recorder, "flush": recorder.flush}
+    parts = {
+        "canary": recorder,
+        "_disk": NoDisk(),
+        "_client": SimpleNamespace(events=recorder),
+        "flush": recorder.flush,
+    }
     replica: Any = SimpleNamespace(**parts)
     Replica._take_result(replica, result)
     assert recorder.told == told

@@ -20,7 +20,7 @@ from xinference_xavier import disk as store_module
 from xinference_xavier.disk import Store, folder_of, summaries
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK
-from xinference_xavier.pool.pool import Pool, Row, flush
+from xinference_xavier.pool.pool import Pool, flush
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
@@ -32,6 +32,7 @@ from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.reports import Publisher
 from xinference_xavier.runtime.aio import spawn
 
 ROW_BYTES = 8192
@@ -64,7 +65,9 @@ class Life:
         )
         self.peers = peers.process = peers.canary = peers
         self.tier.open(peers)
-        self.arrived: list[Row] = []
+        self.arrived: list[bytes] = []
+        publisher = Publisher("own", list)
+        publisher.enqueue = lambda keys, held: self.arrived.extend(keys)  # type: ignore[method-assign]
         self.fetcher = Fetcher(
             incarnation="own",
             pool=self.pool,
@@ -74,8 +77,8 @@ class Life:
             mirror=self.mirror,
             canary=peers,
             disk=self.disk,
-            arrived=self.arrived.extend,
-            rolled_back=lambda fetch, reason: None,
+            publisher=publisher,
+            events=Mock(),
         )
 
     async def _move(self, _: str) -> None:
@@ -160,7 +163,7 @@ async def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> N
         fetch = await again.fetch(keys)
         assert (fetch.state, fetch.reason) == (FetchState.COMMITTED, None)
         assert again.holds(keys)
-        assert [row.key for row in again.arrived] == keys, "peers can have it"
+        assert again.arrived == keys, "peers can have it"
         counts = again.fetcher.counts
         assert counts.fetches.by_transport[DISK].bytes == 5 * ROW_BYTES
         assert counts.rows == 0, "nothing came from a peer"

@@ -23,8 +23,10 @@ from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.tracker import Member
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullOrder, PullResult
+from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.reports import Publisher
 
 ROWS = 8
 TIMEOUT = 30.0  # that no test here reaches
@@ -219,6 +221,9 @@ class Fetching:
         self.canary: Any = SimpleNamespace(
             trusts=lambda _: True, differing=set(), doubt=lambda _: None
         )
+        events: Any = SimpleNamespace(
+            rolled_back=lambda fetch, reason: self.rolled_back.append(reason)
+        )
         process: Any = SimpleNamespace(pull=self._pull, transports_to=lambda *_: ("gloo",))
         self.fetcher = Fetcher(
             incarnation="own",
@@ -228,9 +233,9 @@ class Fetching:
             namespace=self.namespace,
             mirror=self.mirror,
             canary=self.canary,
-            disk=None,
-            arrived=lambda rows: None,
-            rolled_back=lambda fetch, reason: self.rolled_back.append(reason),
+            disk=NoDisk(),
+            publisher=Publisher("own", list),
+            events=events,
         )
 
     def meet_donor(self) -> None:

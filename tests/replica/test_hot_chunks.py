@@ -6,7 +6,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -28,6 +29,7 @@ from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.transfer import HotChunks
 from xinference_xavier.replica import hot_chunks as module
+from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import BATCH, Answer, RecentPrompts, chosen, copy_rows
 
@@ -97,7 +99,8 @@ class Scene:
         self.pool = Pool(ROWS)
         self.finished: list[list[bytes]] = []
         self.named: list[list[bytes]] = []
-        self.recent = RecentPrompts(self.pool, self.take, lambda: self.named)
+        kept: Any = SimpleNamespace(prompts=lambda: self.named)
+        self.recent = RecentPrompts(self.pool, self.take, kept, NoDisk())
 
     def take(self) -> list[list[bytes]]:
         finished, self.finished = self.finished, []

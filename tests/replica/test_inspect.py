@@ -9,10 +9,13 @@ import pytest
 import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.disk import Place
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, Explainer, self_check
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.runtime.addresses import replica_uid
 
 CHUNK = 10
@@ -36,13 +39,9 @@ def explain(own: str, *, groups: int = 1, **peers: str) -> dict[str, Any]:
     mirror.apply(Update(1, "epoch", True, Settings(), 5, members, changes))
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
     chunked = Chunked(PROMPT, 4096, CHUNK, chunks)
-    explainer = Explainer(
-        lambda question: chunked,
-        incarnation="own",
-        pool=pool,
-        mirror=mirror,
-        is_saved=keys_at(own, "d").__contains__,
-    )
+    disk = NoDisk()
+    disk.index = dict.fromkeys(keys_at(own, "d"), Place(0, 0))
+    explainer = Explainer(lambda question: chunked, "own", PeerTier(pool, mirror, disk))
     return explainer.explanation(chunked)
 
 

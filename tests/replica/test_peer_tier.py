@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import math
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,11 @@ from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
+from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import GATHER, Background, PeerTier
 from xinference_xavier.replica.replica import Replica
+from xinference_xavier.replica.reports import Publisher
 
 NEVER = math.inf
 ROWS = 8
@@ -28,9 +29,8 @@ class Loop:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        publisher = SimpleNamespace(
-            enqueue=lambda keys, held: self.calls.append(keys), last_sequence=0
-        )
+        publisher = Publisher("own", list)
+        publisher.enqueue = lambda keys, held: self.calls.append(keys)  # type: ignore[method-assign]
         replica: Any = SimpleNamespace(
             publisher=publisher,
             add=self.calls.append,
@@ -44,7 +44,7 @@ class Loop:
         )
         self.pool = Pool(ROWS)
         self.mirror = Mirror("own")
-        self.tier = PeerTier(self.pool, self.mirror)
+        self.tier = PeerTier(self.pool, self.mirror, NoDisk())
         self._loop = asyncio.new_event_loop()
         self._now = 0.0
         self._numbers = itertools.count()
@@ -159,13 +159,23 @@ def test_a_reset_ends_sharing_before_it_frees_rows_and_until_the_replica_is_alon
     replica: Any = SimpleNamespace(
         tier=loop.tier,
         mirror=loop.mirror,
-        donor=SimpleNamespace(grant=lambda request, *, namespace, **_: namespace),
+        donor=SimpleNamespace(
+            grant=lambda request, *, namespace, **_: SimpleNamespace(
+                namespace=namespace, checksums=()
+            )
+        ),
         canary=loop.background.canary,
         _namespace=namespace,
         _client=loop.background.client,
-        _disk=None,
+        _disk=NoDisk(),
     )
-    grants_in = partial(Replica.grant, replica, None)
+
+    def grants_in() -> str | None:
+        request: Any = SimpleNamespace(keys=())
+        granted: Any = Replica.grant(replica, request)
+        namespace: str | None = granted.namespace
+        return namespace
+
     assert grants_in() == "namespace"
     loop.tier.reset()
     assert (sharing, grants_in()) == ([False], None)
@@ -207,7 +217,7 @@ async def test_a_peer_that_does_not_serve_is_no_source() -> None:
     changes = tuple(Change(name, 1, b"key1", b"", False) for name in "abc")
     members = (Member("a", "h:1"), Member("b", "h:1", serves=False), Member("c", "h:1"))
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, changes))
-    tier = PeerTier(Pool(ROWS), mirror)
+    tier = PeerTier(Pool(ROWS), mirror, NoDisk())
     mirror.trust(frozenset("ab"))
     assert tier.peers.names(tier.holders(b"key1")) == ["a"]
     assert tier.holders(b"key2") == 0

@@ -107,7 +107,7 @@ async def test_a_snapshot_has_the_latest_chunks_that_the_tracker_takes(
         sent.append((method, *packed))
         return Outcome.APPLIED
 
-    await Publisher("a", lambda: keys, ClientCounts()).send_holdings(call)
+    await Publisher("a", lambda: keys).send_holdings(call)
     assert sent == [("replace", pack(keys[3:]))]
 
 
@@ -133,7 +133,7 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
         mirror=SimpleNamespace(peers=PEERS),
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
         _disk=SimpleNamespace(report=lambda: DISK),
-        _process=SimpleNamespace(pid=11, starts=3),
+        process=SimpleNamespace(pid=11, starts=3),
         _client=SimpleNamespace(
             counts=ClientCounts(failures=1, stats_failures=2, claim_failures=3, reconnects=4)
         ),
@@ -226,7 +226,7 @@ class Scene:
         starts it."""
         if self.running is None:
             reporter = LoadReporter(
-                self.load, self.take_prompts, self.take_answers, self.ready.wait, lambda: self.now
+                self.load, self.take_prompts, self.take_answers, self.ready, lambda: self.now
             )
             self.running = asyncio.create_task(reporter.run(self._call))
         await let_others_run()

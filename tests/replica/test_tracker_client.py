@@ -7,7 +7,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from xinference_xavier.protocol.load import Load, Observation, Serving
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
 from xinference_xavier.replica import reports as reports_module
 from xinference_xavier.replica import tracker_client as client_module
-from xinference_xavier.replica.reports import LoadReporter
+from xinference_xavier.replica.reports import EventReporter, LoadReporter, Publisher
 from xinference_xavier.replica.tracker_client import Claim, TrackerClient, TrackerLocation
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -56,7 +56,25 @@ class WatchedMirror(Mirror):
 
 
 def reporter(load: Load | None) -> LoadReporter:
-    return LoadReporter(lambda: load, tuple, tuple, ready=partial(asyncio.sleep, 0))
+    ready = asyncio.Event()
+    ready.set()
+    return LoadReporter(lambda: load, tuple, tuple, ready)
+
+
+class Process:
+    """A transfer process that is ready when a test says so."""
+
+    def __init__(self) -> None:
+        self.secrets: list[bytes] = []
+        self.ready = False
+        self.ready_changed = asyncio.Event()
+
+    async def configure(self, secret: bytes) -> None:
+        self.secrets.append(secret)
+
+    def set_ready(self, ready: bool) -> None:
+        self.ready = ready
+        self.ready_changed.set()
 
 
 class Peer:
@@ -71,7 +89,7 @@ class Peer:
         self.searching = asyncio.Event()
         self.pool: set[bytes] = set()
         self.peers: list[frozenset[str]] = []
-        self.secrets: list[bytes] = []
+        self.process = Process()
         self.mirror = WatchedMirror(name)
         self.client = TrackerClient(
             **{
@@ -81,11 +99,12 @@ class Peer:
                 "key_bytes": 4,
                 "locate": search,
                 "mirror": self.mirror,
-                "holdings": lambda: self.pool,
+                "publisher": Publisher(name, lambda: self.pool),
+                "process": self.process,
+                "events": EventReporter(XavierConfig(MODEL, "10.0.0.1:9999"), name),
                 "stats": lambda: {"pool": len(self.pool)},
                 "load_reporter": reporter(None),
                 "on_members": self.peers.append,
-                "on_joined": self.secrets.append,
                 "heartbeat": 0.05,
                 **arguments,
             }
@@ -195,7 +214,7 @@ async def test_keys_queued_together_travel_as_one_publication_with_their_net_eff
     a.store(K3)
     await b.sees(K2, "a")
     assert (b.mirror.known_holders(K1), b.mirror.known_holders(K3)) == ((), ("a",))
-    assert a.client.counts.batches == 1
+    assert a.client.publisher.batches == 1
     assert a.client.publisher.last_sequence == 2
 
 
@@ -208,11 +227,11 @@ async def test_withdrawn_keys_wait_for_the_next_held_ones(
     a.client.publisher.enqueue([K1], held=False)
     b.store(K3)
     await a.sees(K3, "b")  # which takes longer than a publication
-    assert a.client.counts.batches == 0
+    assert a.client.publisher.batches == 0
     a.store(K2)
     await b.sees(K2, "a")
     assert b.mirror.known_holders(K1) == ()
-    assert a.client.counts.batches == 1
+    assert a.client.publisher.batches == 1
 
 
 async def test_a_snapshot_replaces_a_queue_that_is_too_long(
@@ -224,12 +243,12 @@ async def test_a_snapshot_replaces_a_queue_that_is_too_long(
     a.evict(K2, K3)
     await b.sees(K1, "a")
     assert len(b.mirror) == 1
-    assert (a.client.counts.batches, a.client.counts.replacements) == (0, 2)
+    assert (a.client.publisher.batches, a.client.publisher.replacements) == (0, 2)
 
 
 async def test_two_replicas_of_one_incarnation_end_each_other_s_sessions(peers: Peers) -> None:
     errors: list[Exception | None] = []
-    a = await peers.start("a", on_session=errors.append)
+    a = await peers.start("a", events=SimpleNamespace(tracker_session=errors.append, pending=()))
     await peers.tracker.replace("namespace", "a", 7, K1)
     a.store(K2)
     await until_lost(a)
@@ -243,7 +262,7 @@ async def test_a_replica_serves_once_it_says_so(peers: Peers) -> None:
     await b.sees(K1, "a")
     assert b.mirror.peers.serving == frozenset()
     for serves in (True, False, True):
-        a.client.set_serving(serves)
+        a.process.set_ready(serves)
         await b.mirror.until(lambda mirror, serves=serves: ("a" in mirror.peers.serving) is serves)
     assert b.mirror.known_holders(K1) == ("a",)
 
@@ -287,10 +306,11 @@ async def test_heartbeats_carry_events(peers: Peers) -> None:
                 await asyncio.sleep(0.01)
         return [event.get("reason") for _, event in records]
 
-    events = deque([outage("1")], maxlen=2)
+    pending = deque([outage("1")], maxlen=2)
+    events = SimpleNamespace(tracker_session=lambda error: None, pending=pending)
     await peers.start("a", events=events)
     assert await reported(2) == [None, "1"], "the first one is ReplicaJoined"
-    events += [outage("2"), outage("3"), outage("4")]
+    pending += [outage("2"), outage("3"), outage("4")]
     assert await reported(4) == [None, "1", "3", "4"]
 
 
@@ -327,8 +347,8 @@ async def test_failing_stats_do_not_end_the_membership(peers: Peers) -> None:
 async def test_a_lost_tracker_is_filled_again_by_its_replicas(peers: Peers) -> None:
     """They say what they hold, who serves, and whether sharing is switched off."""
     a, b = await peers.start_two(K1)
-    assert a.secrets == b.secrets == [a.client.secret]
-    a.client.set_serving(True)
+    assert a.process.secrets == b.process.secrets == [a.client.secret]
+    a.process.set_ready(True)
     await peers.tracker.set_enabled(False)
     await a.mirror.until(lambda mirror: not mirror.enabled)
     await peers.lose_tracker()
@@ -343,7 +363,7 @@ async def test_a_lost_tracker_is_filled_again_by_its_replicas(peers: Peers) -> N
     b.store(K3)
     await a.sees(K3, "b")
     assert a.client.counts.reconnects == 1
-    assert a.secrets[0] != a.secrets[1] == b.secrets[1]
+    assert a.process.secrets[0] != a.process.secrets[1] == b.process.secrets[1]
     assert not (await peers.tracker.status())["enabled"]
     assert not a.mirror.enabled
 
@@ -476,13 +496,13 @@ async def test_lost_and_repeated_publications_leave_no_trace(peers: Peers) -> No
             and all(mirror.known_holders(key) == ("a",) for key in a.pool)
         )
     )
-    assert a.client.counts.replacements > 1
+    assert a.client.publisher.replacements > 1
     assert a.client.counts.failures == 0
 
 
 async def test_sharing_can_be_switched_off_and_on(peers: Peers) -> None:
     a, b = await peers.start("a", K1), await peers.start("b", K2)
-    a.client.set_serving(True)
+    a.process.set_ready(True)
     for enabled in (True, False, True):
         await peers.tracker.set_enabled(enabled)
         await a.mirror.until(lambda mirror, enabled=enabled: mirror.enabled is enabled)

@@ -52,6 +52,14 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def next_change(process: TransferProcess) -> bool:
+    """Whether it is ready, once that has changed."""
+    async with asyncio.timeout(PATIENCE):
+        await process.ready_changed.wait()
+    process.ready_changed.clear()
+    return process.ready
+
+
 def order(timeout: float = 1.0) -> PullOrder:
     """A fetch from an address at which nothing listens."""
     expires = time.monotonic() + PATIENCE
@@ -90,17 +98,17 @@ async def test_a_killed_one_is_replaced_and_gets_the_current_secret(region: Regi
 
 @pytest.mark.process
 async def test_whether_it_is_ready_is_told_at_once(region: Region) -> None:
-    told: list[bool] = []
-    async with running(region, on_ready=told.append) as process:
+    async with running(region) as process:
         await until(lambda: process.pid)
         await process.configure(b"first")
-        assert (told, process.ready) == ([True], True)
-        await process.configure(b"second")
-        assert told == [True, False, True], "for a moment, peers had another secret"
+        assert await next_change(process) is True
+        configuring = asyncio.create_task(process.configure(b"second"))
+        changes = [await next_change(process) for _ in range(2)]
+        assert changes == [False, True], "for a moment, peers had another secret"
+        await configuring
         os.kill(process.pid, 9)
-        await until(lambda: len(told) == 5)
-        assert told[3:] == [False, True]
-    assert told[5:] == [False]
+        assert [await next_change(process) for _ in range(2)] == [False, True]
+    assert await next_change(process) is False
 
 
 @pytest.mark.process

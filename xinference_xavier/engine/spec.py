@@ -54,7 +54,7 @@ from xinference_xavier.pool.region import (
     promised_bytes,
     receive_region,
 )
-from xinference_xavier.replica.disk import Disk
+from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Engine, Replica
 from xinference_xavier.runtime.host import free_memory
@@ -215,7 +215,7 @@ class XavierSpec(OffloadingSpec):
         }
         pool = Pool(region.rows)
         mirror = Mirror(self.config.engine_id, trusted=False)
-        disk = None
+        disk: Disk = NoDisk()
         if config.disk is not None and shares:
             disk = Disk(
                 Path(config.disk),
@@ -273,7 +273,6 @@ class XavierSpec(OffloadingSpec):
             namespace=identity.digest(fingerprint_fields),
             key_bytes=identity.key_bytes(vllm_config),
             region=region,
-            disk=disk,
             cache_rows=note.cache_rows,
             fingerprint_fields=identity.readable(fingerprint_fields),
             not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,

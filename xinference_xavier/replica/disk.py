@@ -435,3 +435,35 @@ class Disk:
 def _merged(sketch: Sketch, noted: Sketch) -> Sketch:
     """The note with further layers of an engine that agrees with it."""
     return noted if difference(sketch, noted) else {**noted, **sketch, **noted}
+
+
+class NoDisk(Disk):
+    """Where no folder is configured: it holds nothing, and never will."""
+
+    def __init__(self) -> None:
+        self.index = {}
+        self.state = DiskState.CLOSED
+
+    def move(self, namespace: str | None) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def probed(self, key: bytes, sketch: Sketch) -> None:
+        pass
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        pass
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def report(self) -> DiskStats:
+        return DiskStats()
+
+    async def run(self, forget: Callable[[str], object]) -> None:
+        pass

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 import xoscar
@@ -18,7 +18,7 @@ import xoscar
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, OutOfReachError, XavierError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK, Peer
-from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
@@ -32,6 +32,7 @@ from xinference_xavier.replica import reach
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk, DiskState
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.reports import EventReporter, Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, spawn, within
@@ -64,15 +65,10 @@ class Fetcher:
         namespace: SharedNamespace,
         mirror: Mirror,
         canary: Canary,
-        disk: Disk | None,
-        arrived: Callable[[list[Row]], None],
-        rolled_back: Callable[[Fetch, str], None],
+        disk: Disk,
+        publisher: Publisher,
+        events: EventReporter,
     ) -> None:
-        """The callbacks run on the background loop.
-
-        `arrived(rows)`: rows were committed and may be offered to peers.
-        `rolled_back(fetch, reason)`: not all of the fetch's rows were committed.
-        """
         self._incarnation = incarnation
         self.pool = pool
         self._row_bytes = row_bytes
@@ -81,8 +77,8 @@ class Fetcher:
         self._mirror = mirror
         self._canary = canary
         self._disk = disk
-        self._arrived = arrived
-        self._rolled_back = rolled_back
+        self._publisher = publisher
+        self._events = events
         self._conditions = RateLimitedLog(logger)
         self.counts = FetchCounts()
 
@@ -167,8 +163,6 @@ class Fetcher:
     async def _read(self, fetch: Fetch, parts: int) -> str | None:
         """Like `_pull`, from the disk."""
         fetch.transport = DISK
-        if self._disk is None:
-            raise GrantRefusedError("donor gone")
         checksums, reading = self._disk.read(fetch.rows)
         return await self._receive(fetch, None, checksums, reading, parts)
 
@@ -234,7 +228,7 @@ class Fetcher:
         return reason
 
     def _differs(self, donor: str) -> bool:
-        if self._disk is not None and donor == DISK:
+        if donor == DISK:
             return self._disk.state is DiskState.DIFFERS
         return donor in self._canary.differing
 
@@ -248,7 +242,8 @@ class Fetcher:
         if peer is not None:
             self.counts.rows += len(fetch.committed)
             peer.received += len(fetch.committed)
-        self._arrived(fetch.committed)
+        self._publisher.withdraw_evicted()  # first: one of them may have come back
+        self._publisher.enqueue([row.key for row in fetch.committed], held=True)
         if len(fetch.committed) < result.verified:
             return "reset"
         return result.reason
@@ -269,7 +264,7 @@ class Fetcher:
         else:
             fetches.rolled_back[reason] = fetches.rolled_back.get(reason, 0) + 1
             fetch.state = FetchState.ROLLED_BACK
-            self._rolled_back(fetch, reason)
+            self._events.rolled_back(fetch, reason)
         fetch.ended.set()
 
     def _measure(self, fetch: Fetch) -> None:

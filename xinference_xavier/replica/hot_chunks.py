@@ -31,7 +31,10 @@ from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, unpack_hot
 from xinference_xavier.replica.canary import Canary
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.kept_prefixes import KeptPrefixes
+from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -64,24 +67,27 @@ Prompt = Sequence[bytes]
 
 
 class RecentPrompts:
-    """`take_finished` returns the prompts of the requests that ended since its last call, `named`
-    those of the named prefixes that are kept."""
+    """`take_finished` returns the prompts of the requests that ended since its last call. The disk
+    is told of them, too."""
 
     def __init__(
         self,
         pool: Pool,
         take_finished: Callable[[], Iterable[Prompt]],
-        named: Callable[[], Iterable[Prompt]],
+        kept: KeptPrefixes,
+        disk: Disk,
     ) -> None:
         self._pool = pool
         self._take_finished = take_finished
-        self._named = named
+        self._kept = kept
+        self._disk = disk
         self._prompts: deque[Prompt] = deque()
         self._keys = 0
 
     def collect(self) -> None:
         """Call it now and then: what takes no more room is forgotten."""
         for prompt in self._take_finished():
+            self._disk.used(prompt)
             self._prompts.append(prompt)
             self._keys += len(prompt)
         while len(self._prompts) > MAX_REQUESTS or self._keys > MAX_KEYS:
@@ -105,7 +111,7 @@ class RecentPrompts:
         found, _, _ = self._hot()
         rare = {key: not elsewhere(key) for key in found}
         firsts: dict[bytes, bytes] = {}
-        for prompt in (*self._prompts, *self._named()):
+        for prompt in (*self._prompts, *self._kept.prompts()):
             first = b""
             for key in self._shared(prompt):
                 if rare.get(key):
@@ -123,8 +129,8 @@ class RecentPrompts:
         for prompt in reversed(self._prompts):
             for key in self._shared(prompt):
                 uses[key] = uses.get(key, 0) + 1
-        named = {key for prompt in self._named() for key in self._shared(prompt)}
-        for prompt in self._named():
+        named = {key for prompt in self._kept.prompts() for key in self._shared(prompt)}
+        for prompt in self._kept.prompts():
             uses.update((key, 0) for key in prompt if key in named and key not in uses)
         found = [key for key, count in uses.items() if key in named or count >= LEAST_USES]
         found.sort(key=lambda key: (key not in named, -uses[key]))
@@ -216,8 +222,7 @@ async def _copy_rows(
 
 
 class WarmJoin:
-    """A new replica's part. `seconds` bounds it; 0 switches it off. `can_fetch` says whether the
-    replica knows its peers and has what it takes to fetch from them. `ended` is set even if it
+    """A new replica's part. `seconds` bounds it; 0 switches it off. `ended` is set even if it
     fails."""
 
     def __init__(
@@ -230,7 +235,8 @@ class WarmJoin:
         mirror: Mirror,
         canary: Canary,
         fetcher: Fetcher,
-        can_fetch: Callable[[], bool],
+        process: TransferProcess,
+        ended: asyncio.Event,
     ) -> None:
         self._seconds = seconds
         self._incarnation = incarnation
@@ -239,8 +245,8 @@ class WarmJoin:
         self._mirror = mirror
         self._canary = canary
         self._fetcher = fetcher
-        self._can_fetch = can_fetch
-        self.ended = asyncio.Event()
+        self._process = process
+        self.ended = ended
         self._log = RateLimitedLog(logger)
         self._chunks = 0  # that it fetched
 
@@ -255,7 +261,7 @@ class WarmJoin:
 
     async def _run(self) -> None:
         patience = time.monotonic() + _START_PATIENCE
-        while not self._can_fetch():
+        while not (self._mirror.epoch and self._process.ready):
             if time.monotonic() >= patience:
                 logger.warning("no warm join, no fetch is possible yet: %s", self._incarnation)
                 return

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import Peer
-from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.protocol.transfer import Endpoint
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask
@@ -41,21 +41,10 @@ Chunker = Callable[[dict[str, Any]], Chunked]
 class Explainer:
     """One question at a time, because a long one takes a while."""
 
-    def __init__(
-        self,
-        chunker: Chunker,
-        *,
-        incarnation: str,
-        pool: Pool,
-        mirror: Mirror,
-        is_saved: Callable[[bytes], bool],
-    ) -> None:
-        """`is_saved` tells which chunks are on the host's disk."""
+    def __init__(self, chunker: Chunker, incarnation: str, tier: PeerTier) -> None:
         self._chunker = chunker
         self._incarnation = incarnation
-        self._pool = pool
-        self._mirror = mirror
-        self._is_saved = is_saved
+        self._tier = tier
         self._asked = asyncio.Lock()
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
@@ -71,9 +60,9 @@ class Explainer:
     def explanation(self, chunked: Chunked) -> dict[str, Any]:
         """JSON-able; where each replica has each chunk: "pool", "disk" or "none"."""
         held = {self._incarnation: [self._own_place(keys) for keys in chunked.chunks]}
-        holders = [_common(self._mirror.full_set, keys) for keys in chunked.chunks]
-        for peer in sorted(self._mirror.peers.members):
-            bit = self._mirror.peers.set_of((peer,))
+        holders = [_common(self._tier.mirror.full_set, keys) for keys in chunked.chunks]
+        for peer in sorted(self._tier.mirror.peers.members):
+            bit = self._tier.mirror.peers.set_of((peer,))
             held[peer] = ["pool" if each & bit else "none" for each in holders]
         size = chunked.chunk_tokens
         return {
@@ -91,10 +80,10 @@ class Explainer:
         }
 
     def _own_place(self, keys: Sequence[bytes]) -> str:
-        missing = [key for key in keys if self._pool.lookup(key) is None]
+        missing = [key for key in keys if self._tier.pool.lookup(key) is None]
         if not missing:
             return "pool"
-        return "disk" if all(map(self._is_saved, missing)) else "none"
+        return "disk" if all(key in self._tier.disk.index for key in missing) else "none"
 
 
 def _common(holders: Callable[[bytes], int], keys: Sequence[bytes]) -> int:

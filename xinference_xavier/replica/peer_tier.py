@@ -16,7 +16,7 @@ from xinference_xavier.peers import DISK_BIT
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.replica.canary import Canary
-from xinference_xavier.replica.disk import Disk
+from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.donor import Checksums
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -53,9 +53,7 @@ class Background:
         self.namespace = namespace
         self.refused = 0
         self._loop = loop
-        self._checksums = checksums
-        # Not withdrawn yet. It overflows only if the loop hangs: then our lease expires anyway.
-        self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
+        self.checksums = checksums
         self._stored: deque[Row] = deque()  # not offered yet
         self._gathering = False  # the loop will take them
         self._taken = -GATHER  # when it last did
@@ -73,9 +71,6 @@ class Background:
             self._gathering = True  # first: the loop may take them before `post` returns
             if not self.post(self._gather):
                 self._gathering = False
-
-    def evicted(self, keys: Sequence[bytes]) -> None:
-        self._evicted.extend(keys)
 
     def post(self, action: Callable[..., object], *args: object) -> bool:
         """Let the loop run `action`; False if it has ended."""
@@ -95,13 +90,6 @@ class Background:
 
     # -- called by the loop ---------------------------------------------------------------------
 
-    def withdraw_evicted(self) -> None:
-        """Tell the tracker which chunks were evicted."""
-        # It may grow meanwhile.
-        evicted = [self._evicted.popleft() for _ in range(len(self._evicted))]
-        if evicted:
-            self.client.publisher.enqueue(evicted, held=False)
-
     def release(self, claim: Claim) -> None:
         self._take_stored()  # or a peer that asks now would compute them again
         spawn(self.client.release(claim))
@@ -120,13 +108,13 @@ class Background:
         # It may grow meanwhile. What is taken here must not be withdrawn afterwards for an eviction
         # before it.
         stored = [self._stored.popleft() for _ in range(len(self._stored))]
-        self.withdraw_evicted()
+        self.client.publisher.withdraw_evicted()
         if stored:
-            self._checksums.add(stored)
+            self.checksums.add(stored)
 
     def _handle(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
         self._handled += 1
-        self.withdraw_evicted()  # first: the action may publish one of them again
+        self.client.publisher.withdraw_evicted()  # first: the action may publish one of them again
         action(*args)
 
 
@@ -138,13 +126,14 @@ class PeerTier:
     step.
     """
 
-    def __init__(self, pool: Pool, mirror: Mirror, disk: Disk | None = None) -> None:
+    def __init__(self, pool: Pool, mirror: Mirror, disk: Disk) -> None:
         self.pool = pool
         self.mirror = mirror
         self.peers = mirror.peers
         self.disk = disk
-        self.holders = mirror.usable_set if disk is None else self._holders
-        """The sources that hold a chunk. Only a hint: a stale one costs a failed fetch."""
+        self.holders = mirror.usable_set if isinstance(disk, NoDisk) else self._holders
+        """The sources that hold a chunk. Only a hint: a stale one costs a failed fetch. One more
+        call would take as long as the lookup."""
         self._background: Background | None = None  # while it is open
 
     # -- called by the background loop ----------------------------------------------------------
@@ -175,7 +164,7 @@ class PeerTier:
     @property
     def saved(self) -> Mapping[bytes, Place]:
         """What can be read from the disk now."""
-        return self.disk.index if self.disk and self.sharing and self.mirror.enabled else {}
+        return self.disk.index if self.sharing and self.mirror.enabled else {}
 
     @property
     def ready(self) -> bool:
@@ -209,7 +198,7 @@ class PeerTier:
         Until then a peer that asks for them is granted only the chunks before them.
         """
         if (background := self._background) is not None:
-            background.evicted(keys)
+            background.client.publisher.evicted(keys)
 
     def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         """Begin to fill the reserved rows from `source`. Returns None, with the rows aborted, if
@@ -246,8 +235,7 @@ class PeerTier:
             background.namespace.announce_reset()
         self.pool.reset()
         if background is not None:
-            if self.disk is not None:
-                background.post(self.disk.reset)
+            background.post(self.disk.reset)
             background.post(background.canary.reset)
             background.post(lambda: spawn(background.namespace.isolate()))
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,10 +27,10 @@ from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
+from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import replica_name
-from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, HotChunks
 from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch
-from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import (
@@ -42,7 +43,12 @@ from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import Background, PeerTier
-from xinference_xavier.replica.reports import EventReporter, LoadReporter, SharingLog
+from xinference_xavier.replica.reports import (
+    EventReporter,
+    LoadReporter,
+    Publisher,
+    SharingLog,
+)
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -78,24 +84,66 @@ class Engine:
 
 
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """The calls that peers and the tracker make."""
+    """The calls from other processes."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
-        self.grant = replica.grant
-        self.release = replica.donor.grants.release
-        self.set_weights_version = replica.set_weights_version
-        self.stats = replica.full_stats
-        self.flush = replica.flush
-        self.transfer_endpoint = replica.transfer_endpoint
-        self.self_check = replica.self_check
-        self.explain = replica.explainer.explain
-        self.sketch = replica.canary.answer
-        self.hottest = replica.recent.hottest
-        self.warm_join = replica.warm_join.ended.wait
-        self.keep = replica.kept.keep
-        self.drain = replica.drain
-        self.take_over = replica.hand_over.take
+        self._replica = replica
+        self._explainer = replica.explainer()
+
+    # -- by peers -----------------------------------------------------------------------------
+
+    def grant(self, request: GrantRequest) -> Grant:
+        """Raises GrantRefusedError, LinkError."""
+        return self._replica.grant(request)
+
+    def release(self, grant_id: int) -> None:
+        self._replica.donor.grants.release(grant_id)
+
+    def sketch(
+        self, version: object, namespace: str, peer: str, key: bytes, sketch: Sketch
+    ) -> Sketch | None:
+        """Raises LinkError."""
+        return self._replica.canary.answer(version, namespace, peer, key, sketch)
+
+    def hottest(self, most: int) -> HotChunks:
+        return self._replica.recent.hottest(most)
+
+    async def take_over(self, donor: str, packed: bytes, seconds: float) -> int:
+        return await self._replica.hand_over.take(donor, packed, seconds)
+
+    def transfer_endpoint(self) -> Endpoint | None:
+        return self._replica.process.endpoint
+
+    # -- by the tracker -----------------------------------------------------------------------
+
+    def keep(self, wanted: Mapping[str, bool] | None) -> Kept:
+        return self._replica.kept.keep(wanted)
+
+    def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
+        return self._replica.drain(stay, seconds)
+
+    async def set_weights_version(self, version: str) -> bool:
+        return await self._replica.set_weights_version(version)
+
+    def flush(self) -> int:
+        return self._replica.flush()
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._replica.full_stats()
+
+    async def explain(self, packed: bytes) -> dict[str, Any]:
+        """Raises ExplainError."""
+        return await self._explainer.explain(packed)
+
+    async def self_check(self) -> dict[str, Any]:
+        return await self._replica.self_check()
+
+    # -- by xinference's worker ---------------------------------------------------------------
+
+    async def warm_join(self) -> None:
+        """Returns when it has ended."""
+        await self._replica.warm_join.ended.wait()
 
 
 class Replica:
@@ -111,7 +159,6 @@ class Replica:
         namespace: str,
         key_bytes: int,
         region: Region,
-        disk: Disk | None = None,
         cache_rows: int = 0,
         fingerprint_fields: Mapping[str, str] | None = None,
         not_sharing: NotSharing | None = None,
@@ -129,20 +176,19 @@ class Replica:
         self._region = region
         self._cache_rows = cache_rows
         self._pool = tier.pool
-        self._disk = disk
+        self._disk = tier.disk
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
         self._host = own_host(config.host, config.tracker_address)
         self._thread = LoopThread("xavier-replica", self._begin)
-        self._events = EventReporter(config, incarnation)
-        self._process = TransferProcess(
+        self.process = TransferProcess(
             region,
             incarnation=incarnation,
             host=self._host,
             port_range=config.port_range,
             transports=TRANSPORTS.get(config.transport, (config.transport,)),
-            on_ready=lambda ready: self._client.set_serving(ready),
         )
+        warm_join_ended = asyncio.Event()
         self._client = TrackerClient(
             model_uid=config.model_uid,
             incarnation=incarnation,
@@ -150,22 +196,18 @@ class Replica:
             key_bytes=key_bytes,
             locate=TrackerLocation(config).find,
             mirror=self.mirror,
-            holdings=lambda: shared_keys(self._pool),
-            stats=self.stats,
+            publisher=Publisher(incarnation, partial(shared_keys, self._pool)),
+            process=self.process,
+            events=EventReporter(config, incarnation),
             load_reporter=LoadReporter(
-                engine.load,
-                engine.take_prompts,
-                engine.take_answers,
-                ready=lambda: self.warm_join.ended.wait(),
+                engine.load, engine.take_prompts, engine.take_answers, warm_join_ended
             ),
+            stats=self.stats,
             on_members=self._members_changed,
-            on_joined=lambda secret: spawn(self._process.configure(secret)),
-            on_session=self._events.tracker_session,
-            events=self._events.pending,
             replica=replica_name(incarnation, config.replica),
         )
         self._namespace = SharedNamespace(namespace, self._move)
-        if self._disk is not None and not not_sharing:
+        if not not_sharing:
             self._disk.move(self._namespace.lasting)
         self.canary = Canary(
             incarnation, engine.sketch, self.mirror, self._namespace, self._differs
@@ -174,13 +216,13 @@ class Replica:
             incarnation=incarnation,
             pool=self._pool,
             row_bytes=region.row_bytes,
-            process=self._process,
+            process=self.process,
             namespace=self._namespace,
             mirror=self.mirror,
             canary=self.canary,
             disk=self._disk,
-            arrived=self._publish,
-            rolled_back=self._events.rolled_back,
+            publisher=self._client.publisher,
+            events=self._client.events,
         )
         # Without xinference nothing holds requests back meanwhile.
         waits = config.replica is None or engine.sketch is None
@@ -192,15 +234,15 @@ class Replica:
             mirror=self.mirror,
             canary=self.canary,
             fetcher=self._fetcher,
-            can_fetch=lambda: bool(self.mirror.epoch) and self._process.ready,
+            process=self.process,
+            ended=warm_join_ended,
         )
         # A grant outlives the fetch that asked for it.
-        self.donor = Donor(self._pool, self._process, 2 * config.fetch_timeout)
-        self._checksums = Checksums(region, self._pool, self._offer)
+        self.donor = Donor(self._pool, self.process, 2 * config.fetch_timeout)
         self.kept = KeptPrefixes(
             self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
         )
-        self.recent = RecentPrompts(self._pool, self._take_finished, self.kept.prompts)
+        self.recent = RecentPrompts(self._pool, engine.take_finished, self.kept, self._disk)
         self.hand_over = HandOver(
             incarnation=incarnation,
             key_bytes=key_bytes,
@@ -208,19 +250,12 @@ class Replica:
             fetcher=self._fetcher,
             recent=self.recent,
         )
-        self.explainer = Explainer(
-            engine.chunker,
-            incarnation=incarnation,
-            pool=self._pool,
-            mirror=self.mirror,
-            is_saved=self._is_saved,
-        )
         self._background = Background(
             self._thread.loop,
             self._client,
-            self._process,
+            self.process,
             self._fetcher,
-            self._checksums,
+            Checksums(region, self._pool, self._offer),
             self.canary,
             self._namespace,
         )
@@ -248,39 +283,27 @@ class Replica:
         background = [
             asyncio.ensure_future(work)
             for work in (
-                self._process.run(),
+                self.process.run(),
                 self._client.run(address),
-                self._checksums.run(),
+                self._background.checksums.run(),
                 self.canary.run(),
                 self._housekeep(),
                 self.warm_join.run(),
                 self._end_late_links(),
-                *([] if self._disk is None else [self._disk.run(self.flush)]),
+                self._disk.run(self.flush),
             )
         ]
         scope.undo(self._end, background)
         self.tier.open(self._background)
         return background
 
-    def _publish(self, rows: Iterable[Row]) -> None:
-        self._background.withdraw_evicted()  # first: one of them may have come back
-        self._client.publisher.enqueue([row.key for row in rows], held=True)
-
-    def _take_finished(self) -> list[Sequence[bytes]]:
-        finished = [*self._engine.take_finished()]
-        if self._disk is not None:
-            self._disk.used(chain.from_iterable(finished))
-        return finished
-
     async def _move(self, namespace: str) -> None:
-        if self._disk is not None:
-            self._disk.move(self._namespace.lasting)
+        self._disk.move(self._namespace.lasting)
         await self._client.change_namespace(namespace)
 
     async def _end(self, background: list[asyncio.Task[None]]) -> None:
         self.tier.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._disk.close()
         for task in background:
             task.cancel()
         for result in await asyncio.gather(*background, return_exceptions=True):
@@ -295,7 +318,7 @@ class Replica:
         """End what connects us with replicas that are no peers any more."""
         peers = frozenset(self.mirror.peers)
         # Links first: while a link is open, granted rows may be in flight.
-        await self._process.close_links_except(peers)
+        await self.process.close_links_except(peers)
         self.donor.grants.release_except(peers)
 
     async def _end_late_links(self) -> None:
@@ -303,9 +326,6 @@ class Replica:
         while True:
             await asyncio.sleep(_LINKS_INTERVAL)
             await self._end_links()
-
-    def _is_saved(self, key: bytes) -> bool:
-        return self._disk is not None and key in self._disk.index
 
     def _offer(self, keys: list[bytes]) -> None:
         """The engine computed these chunks, and they may be shared from now on."""
@@ -315,20 +335,19 @@ class Replica:
     def _differs(self, peer: str, found: Difference, parts: bool) -> None:
         """What we have fetched from the peer may be wrong, too. If we leave the namespace, so may
         what we have from its other members, with which we can no longer compare ourselves."""
-        self._events.differs(peer, found)
+        self._client.events.differs(peer, found)
         self._forget(lambda row: row.origin is not None and (parts or row.origin == peer))
 
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
-            self._background.withdraw_evicted()
+            self._client.publisher.withdraw_evicted()
             self._client.publisher.flush()
             self.donor.grants.expire(time.monotonic())
             self.recent.collect()
             self.kept.collect()
-            if self._disk is not None:
-                self._disk.keep(chain.from_iterable(self.kept.prompts()))
+            self._disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self._engine.work_on_probes():
                 self._take_result(result)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers.members))
@@ -342,16 +361,14 @@ class Replica:
             return
         if result.key is not None:
             self.canary.probed(result.key, result.sketch)
-            if self._disk is not None:
-                self._disk.probed(result.key, result.sketch)
+            self._disk.probed(result.key, result.sketch)
             return
         stats.audits += 1
         if result.difference is None:
             return
         stats.failed_audits += 1
-        self._events.audit_failed(result.donor, result.difference)
+        self._client.events.audit_failed(result.donor, result.difference)
         if result.donor == DISK:
-            assert self._disk is not None, "the rows came from there"
             self._disk.distrust(result.difference)
         elif result.donor is not None:
             self.canary.distrust(result.donor, result.difference)
@@ -367,7 +384,7 @@ class Replica:
             return NotSharing.NOT_JOINED
         if not self.tier.sharing:
             return NotSharing.RESETTING
-        if not self._process.ready:
+        if not self.process.ready:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers.members:
             return NotSharing.NO_PEERS if self._namespace.lasting else NotSharing.ALONE
@@ -386,8 +403,7 @@ class Replica:
             sequence=self._client.publisher.last_sequence,
             trusts=self.canary.trusts,
         )
-        if self._disk is not None:
-            self._disk.used(request.keys[: len(grant.checksums)])
+        self._disk.used(request.keys[: len(grant.checksums)])
         return grant
 
     async def set_weights_version(self, version: str) -> bool:
@@ -412,16 +428,16 @@ class Replica:
         requests = 0 if load is None else load.requests
         return Drain(seconds, requests, hand_over.under_way, hand_over.chunks)
 
-    def transfer_endpoint(self) -> Endpoint | None:
-        return self._process.endpoint
+    def explainer(self) -> Explainer:
+        return Explainer(self._engine.chunker, self._incarnation, self.tier)
 
     async def self_check(self) -> dict[str, Any]:
-        return await self_check(self._config, self.mirror, self._process, self._fingerprint_fields)
+        return await self_check(self._config, self.mirror, self.process, self._fingerprint_fields)
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
-        row_bytes, counts, process = self._region.row_bytes, self._fetcher.counts, self._process
-        received = {peer.name: peer.received for peer in self.mirror.peers.values()}
+        row_bytes, counts, process = self._region.row_bytes, self._fetcher.counts, self.process
+        received = {peer.name: peer.received for peer in [*self.mirror.peers.values()]}
         return asdict(
             schema.ReplicaStats(
                 **self._engine.stats(),
@@ -434,7 +450,7 @@ class Replica:
                     *self._pool.counts(), row_bytes, self._cache_rows, self._config.engines
                 ),
                 comparison=self.canary.stats,
-                disk=schema.DiskStats() if self._disk is None else self._disk.report(),
+                disk=self._disk.report(),
                 not_sharing=self._not_sharing(),
                 refused_posts=self._background.refused,
                 transfer_pid=process.pid,
@@ -445,4 +461,4 @@ class Replica:
 
     async def full_stats(self) -> dict[str, Any]:
         """Like `stats`, with the transfer process's figures."""
-        return {**self.stats(), **await self._process.stats()}
+        return {**self.stats(), **await self.process.stats()}

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,8 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 
 @dataclass
 class ClientCounts:
-    """What a tracker client has done: publications as `batches` or `replacements` (snapshots),
-    sessions, and what failed."""
+    """The sessions of a tracker client, and what failed."""
 
-    batches: int = 0
-    replacements: int = 0
     failures: int = 0
     reconnects: int = 0
     stats_failures: int = 0
@@ -67,18 +64,29 @@ class ClientCounts:
 
 class Publisher:
     """`holdings` returns all keys that `incarnation` publishes. `last_sequence` is the number of
-    the last publication."""
+    the last publication; `batches` and `replacements` (snapshots) count them."""
 
-    def __init__(
-        self, incarnation: str, holdings: Callable[[], Iterable[bytes]], counts: ClientCounts
-    ) -> None:
+    def __init__(self, incarnation: str, holdings: Callable[[], Iterable[bytes]]) -> None:
         self.last_sequence = 0
+        self.batches = 0
+        self.replacements = 0
         self._incarnation = incarnation
         self._holdings = holdings
-        self._counts = counts
+        # Not withdrawn yet. It overflows only if the loop hangs: then our lease expires anyway.
+        self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
         self._queue: dict[bytes, bool] = {}
         self._replace_all = False
         self._work = asyncio.Event()
+
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        """The pool has evicted these chunks. Called by the scheduler thread."""
+        self._evicted.extend(keys)
+
+    def withdraw_evicted(self) -> None:
+        """Queue what was evicted. What is queued as held after that has come back."""
+        # It may grow meanwhile.
+        if evicted := [self._evicted.popleft() for _ in range(len(self._evicted))]:
+            self.enqueue(evicted, held=False)
 
     def enqueue(self, keys: Iterable[bytes], *, held: bool) -> None:
         """Queue `keys` as held from now on, or as no longer held. The latter wait for the next held
@@ -115,7 +123,7 @@ class Publisher:
                 f"the tracker refused snapshot {self.last_sequence} of {self._incarnation!r} as "
                 f"{outcome.value}; another replica must not use this incarnation"
             )
-        self._counts.replacements += 1
+        self.replacements += 1
 
     async def _send_queued(self, call: Call) -> bool:
         """Publish what is queued; False if the tracker needs a snapshot."""
@@ -125,7 +133,7 @@ class Publisher:
         added = pack(key for key, held in queue.items() if held)
         removed = pack(key for key, held in queue.items() if not held)
         outcome = await self._send(call, "publish", added, removed)
-        self._counts.batches += 1
+        self.batches += 1
         return outcome is Outcome.APPLIED
 
     async def _send(self, call: Call, method: str, *keys: bytes) -> Outcome:
@@ -145,7 +153,7 @@ _LITTLE = 0.05  # seconds that are never much
 
 
 class LoadReporter:
-    """Reports nothing until `ready` returns: the replica takes requests from then on. `load` is
+    """Reports nothing until `ready` is set: the replica takes requests from then on. `load` is
     None while the engine starts. Answers wait until something else is reported."""
 
     def __init__(
@@ -153,7 +161,7 @@ class LoadReporter:
         load: Callable[[], Load | None],
         take_prompts: Callable[[], tuple[RequestReport, ...]],
         take_answers: Callable[[], tuple[RequestReport, ...]],
-        ready: Callable[[], Awaitable[object]],
+        ready: asyncio.Event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load = load
@@ -165,7 +173,7 @@ class LoadReporter:
 
     async def run(self, call: Call) -> None:
         """Report until cancelled."""
-        await self._ready()
+        await self._ready.wait()
         reported, at, listened = None, -INTERVAL, False
         while True:
             now = self._clock()

@@ -12,8 +12,7 @@ The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,9 +34,15 @@ from xinference_xavier.protocol.tracker import (
     pack,
     tracker_uid,
 )
-from xinference_xavier.replica.reports import ClientCounts, LoadReporter, Publisher
+from xinference_xavier.replica.reports import (
+    ClientCounts,
+    EventReporter,
+    LoadReporter,
+    Publisher,
+)
+from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import reachable_address
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import spawn, within
 from xinference_xavier.runtime.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -90,11 +95,11 @@ class TrackerClient:
 
     - `replica` is the name that it keeps over its incarnations.
     - `locate` returns the address of the tracker's pool, or raises while there is no tracker.
-    - `holdings` returns all keys to publish, `stats` the replica's stats, JSON-able.
+    - `process` gets the model's secret at every join, before peers learn the holdings. The tracker
+      is told at once whether it is ready, because peers can fetch only then.
+    - `events` hears of sessions; what it has pending is removed once delivered.
+    - `stats` returns the replica's stats, JSON-able.
     - `on_members` receives who the peers are, whenever that changes.
-    - `on_joined` receives the model's secret at every join, before peers learn the holdings.
-    - `on_session` receives the error that ended a session, or None when one has begun.
-    - `events` are to be reported to the tracker; they are removed once delivered.
     - `heartbeat`, at most a fifth of the tracker's lease, and `watch_timeout` are in seconds.
 
     `secret` is the model's; None before the first join, a new one after the tracker was lost.
@@ -111,13 +116,12 @@ class TrackerClient:
         key_bytes: int,
         locate: Callable[[], Awaitable[str]],
         mirror: Mirror,
-        holdings: Callable[[], Iterable[bytes]],
-        stats: Callable[[], dict[str, object]],
+        publisher: Publisher,
+        process: TransferProcess,
+        events: EventReporter,
         load_reporter: LoadReporter,
+        stats: Callable[[], dict[str, object]],
         on_members: Callable[[frozenset[str]], None],
-        on_joined: Callable[[bytes], object],
-        on_session: Callable[[Exception | None], None] = lambda error: None,
-        events: deque[dict[str, Any]] | None = None,
         replica: str = "",
         heartbeat: float = 2.0,
         watch_timeout: float = 10.0,
@@ -126,23 +130,20 @@ class TrackerClient:
         self.secret: bytes | None = None
         self.joined = asyncio.Event()
         self.counts = ClientCounts()
-        self.publisher = Publisher(incarnation, holdings, self.counts)
+        self.publisher = publisher
         self._model_uid = model_uid
         self._incarnation = incarnation
-        self._serves = False
-        self._serves_changed = asyncio.Event()
         self.namespace = namespace
         self._key_bytes = key_bytes
         self._locate = locate
-        self._stats = stats
-        self._load_reporter = load_reporter
         self._heartbeat = heartbeat
         self._watch_timeout = watch_timeout
+        self._process = process
+        self.events = events
+        self._load_reporter = load_reporter
+        self._stats = stats
         self._on_members = on_members
         self._known: frozenset[str] = frozenset()
-        self._on_joined = on_joined
-        self._on_session = on_session
-        self._events = deque() if events is None else events
         self._replica = replica
         self._retry_now = asyncio.Event()
         self._session: asyncio.Task[None] | None = None
@@ -192,11 +193,6 @@ class TrackerClient:
         except Exception:  # the tracker will end it
             self.counts.claim_failures += 1
 
-    def set_serving(self, serves: bool) -> None:
-        """Whether peers can fetch from this replica now. The tracker is told at once."""
-        self._serves = serves
-        self._serves_changed.set()
-
     async def change_namespace(self, namespace: str) -> None:
         """Leave the current namespace and join another as soon as the tracker answers. On return
         the mirror holds nothing of the old namespace and will not again."""
@@ -228,7 +224,7 @@ class TrackerClient:
         except Exception as error:
             self.counts.failures += 1
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            self._on_session(cause)
+            self.events.tracker_session(cause)
 
     async def _join(self, namespace: str, member: Member) -> float:
         """Return the lease, in seconds."""
@@ -242,13 +238,13 @@ class TrackerClient:
         reply: JoinReply = await within(CALL_DEADLINE, call)
         self.mirror.peers.expect(reply.epoch, reply.lease)
         self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
-        self._on_joined(reply.secret)
+        spawn(self._process.configure(reply.secret))
         await self.publisher.send_holdings(partial(self._call, namespace))
         if self.secret is not None:
             self.counts.reconnects += 1
         self.secret = reply.secret
         self.joined.set()
-        self._on_session(None)
+        self.events.tracker_session(None)
         return reply.lease
 
     async def _watch(self, namespace: str) -> None:
@@ -269,19 +265,20 @@ class TrackerClient:
 
     async def _send_heartbeats(self, namespace: str, lease: float) -> None:
         while True:
-            events = tuple(self._events)[:MAX_REPORTED]
+            pending = self.events.pending
+            events = tuple(pending)[:MAX_REPORTED]
             if not await self._call(namespace, "heartbeat", self._current_stats(), events):
                 raise NotMemberError(f"the tracker does not know {self._incarnation!r}; join again")
             for event in events:  # a full deque may have dropped the oldest meanwhile
-                if self._events and self._events[0] is event:
-                    self._events.popleft()
+                if pending and pending[0] is event:
+                    pending.popleft()
             await asyncio.sleep(min(self._heartbeat, lease / _HEARTBEATS_PER_LEASE))
 
     async def _tell_serving(self, namespace: str) -> None:
         while True:
-            self._serves_changed.clear()
-            await self._call(namespace, "set_serving", self._serves)
-            await self._serves_changed.wait()
+            self._process.ready_changed.clear()
+            await self._call(namespace, "set_serving", self._process.ready)
+            await self._process.ready_changed.wait()
 
     async def _call(self, namespace: str, method: str, *args: Any, wait: float = 0.0) -> Any:
         """Call a method of the tracker, which may take `wait` seconds longer than others."""

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -55,7 +55,8 @@ class _Child(NamedTuple):
 class TransferProcess:
     """`endpoint` is where peers' transfer processes find ours; None while it is down.
 
-    `on_ready` is called whenever `ready` has changed.
+    `ready` says that the process runs and has the model's current secret; `ready_changed` is set
+    whenever that has changed.
     """
 
     def __init__(
@@ -66,7 +67,6 @@ class TransferProcess:
         host: str,
         port_range: tuple[int, int] | None,
         transports: Sequence[str],
-        on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         self._region = region
         self._startup = Startup(
@@ -85,9 +85,8 @@ class TransferProcess:
         self.starts = 0
         self.error: str | None = None  # of the last failed start
         self._log = RateLimitedLog(logger)
-        self._on_ready = on_ready
         self.ready = False
-        """The process runs and has the model's current secret."""
+        self.ready_changed = asyncio.Event()
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -182,7 +181,7 @@ class TransferProcess:
         ready = self._child is not None and configured
         if ready != self.ready:
             self.ready = ready
-            self._on_ready(ready)
+            self.ready_changed.set()
 
     async def close_links_except(self, members: frozenset[str]) -> None:
         if self._child is not None:
