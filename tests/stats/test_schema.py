@@ -5,8 +5,10 @@ import ast
 import inspect
 import json
 import math
+import re
 import textwrap
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xinference_xavier.routing import router
+from xinference_xavier.serving.ui import routes
+from xinference_xavier.stats.answers import NamedPrefix
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import (
     CHOICES,
@@ -22,6 +26,8 @@ from xinference_xavier.stats.schema import (
     ComparisonStats,
     Counters,
     Decisions,
+    DiskStats,
+    Fetches,
     FetchSeconds,
     FetchStats,
     FirstTokens,
@@ -103,6 +109,25 @@ def test_every_field_is_documented_by_its_class_or_its_metric(kind: type[Any]) -
     explained = {each.name for each in fields(kind) if "figure" in each.metadata}
     missing = {each.name for each in fields(kind) if f"`{each.name}`" not in text} - explained
     assert missing == set()
+
+
+READ_BY_THE_PAGE = {
+    "Histogram": Histogram, "Fetches": Fetches, "Counters": Counters, "Pool": PoolStats,
+    "Disk": DiskStats, "Comparison": ComparisonStats, "Replica": ReplicaStatus,
+    "FirstBytes": Predictions, "Load": KnownLoad, "RoutingReport": RoutingStats,
+    "Prefix": NamedPrefix, "Report": ModelStatus,
+}  # fmt: skip
+"""What the interfaces of `report.d.ts` are in a report."""
+
+
+@pytest.mark.parametrize("name", READ_BY_THE_PAGE)
+def test_what_the_page_reads_is_in_a_report(name: str) -> None:
+    script = (Path(routes.__file__).parent / "page" / "report.d.ts").read_text()
+    (body,) = re.findall(rf"^interface {name}\b.*?\{{$(.*?)^\}}$", script, re.M | re.S)
+    read_there = set(re.findall(r"^  (\w+)\??:", body, re.M))
+    names_of_prefixes = {"prefixes"} if name == "Report" else set()
+    assert read_there
+    assert read_there <= {each.name for each in fields(READ_BY_THE_PAGE[name])} | names_of_prefixes
 
 
 class Tens(Histogram):

@@ -29,8 +29,9 @@ class Figure:
     call it; empty if they lack it.
 
     `read` takes the object that has the figure. It returns a number, a `Histogram`, None if there
-    is none now, or all of these by the values of the `labels`. A label has only the values `known`,
-    each from the start: Prometheus would miss the first count of a series that begins with it.
+    is none now, or any of these by the values of the `labels`. If there are `known` ones, a label
+    has only these, and each from the start: Prometheus would miss the first count of a series that
+    begins with it.
     """
 
     text: str
