@@ -138,10 +138,5 @@ interface Link {
   rows: number;
 }
 
-interface Place {
-  x: number;
-  y: number;
-}
-
 type Series = Source | "bytes" | "committed" | "rolled_back";
 type Rate = { time: number } & Partial<Record<Series, number | null>>;

@@ -3,7 +3,6 @@
 import { CHOICES, HIT_SOURCES, ROUTINGS } from "../constants.js";
 import { html } from "../html.js";
 import { fill } from "../languages.js";
-import { Graph, MAX_DRAWN } from "./graph.js";
 import {
   bytes,
   bytesPerSecond,
@@ -113,30 +112,20 @@ export function Hour({ report, samples }) {
 /** @param {{ report: Report, links: Link[] }} props */
 export function Links({ report, links }) {
   const text = language.words;
-  const { length } = report.replicas;
   const busiest = links.toSorted((one, other) => other.rate - one.rate || other.bytes - one.bytes);
-  return html`<div class="columns">
+  return html`<${Card} title=${text.links}>
     ${
-      length > 0 &&
-      length <= MAX_DRAWN &&
-      html`<${Card} id="drawing" title=${text.graph}>
-        <${Graph} report=${report} links=${links} />
-      </${Card}>`
+      links.length === 0
+        ? note(text.noLinks)
+        : table("links", busiest, [
+            [text.from, (link) => nameOf(report, link.from)],
+            [text.to, (link) => nameOf(report, link.to)],
+            [text.bytes, (link) => link.bytes, bytes],
+            [text.rate, (link) => link.rate, bytesPerSecond],
+            [text.inFlight, (link) => link.rows, count],
+          ])
     }
-    <${Card} title=${text.links}>
-      ${
-        links.length === 0
-          ? note(text.noLinks)
-          : table("links", busiest, [
-              [text.from, (link) => nameOf(report, link.from)],
-              [text.to, (link) => nameOf(report, link.to)],
-              [text.bytes, (link) => link.bytes, bytes],
-              [text.rate, (link) => link.rate, bytesPerSecond],
-              [text.inFlight, (link) => link.rows, count],
-            ])
-      }
-    </${Card}>
-  </div>`;
+  </${Card}>`;
 }
 
 /** @param {{ report: Report }} props */
