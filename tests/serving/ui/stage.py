@@ -174,6 +174,9 @@ class Stage:
     def _add_sharing(self, router: APIRouter) -> None:
         async def get_models(request: Request) -> JSONResponse:
             self._check_rights(request)
+            if self.unavailable:
+                reasons = dict.fromkeys(self.reports, "the tracker does not answer")
+                return JSONResponse({"models": [], "unavailable": reasons})
             return JSONResponse({"models": list(self.reports.values())})
 
         async def get_model(model_uid: str, request: Request) -> JSONResponse:

@@ -12,8 +12,8 @@ const COMMAND = `xinference launch --model-name qwen2.5-instruct --model-engine 
 
 function statusText() {
   const text = language.words;
-  const { live, trouble, models, retryIn } = state;
-  if (trouble !== null) return fill(text[trouble.kind], { seconds: retryIn });
+  const { live, trouble, models } = state;
+  if (trouble !== null) return text[trouble.kind];
   if (live) return text.live;
   return models?.length === 0 ? text.noModel : text.connecting;
 }
@@ -172,7 +172,7 @@ function Main() {
   const text = language.words;
   // The last data stay visible while nothing answers.
   const passing = trouble?.kind === "away" || trouble?.kind === "tracker" ? trouble.kind : null;
-  if (trouble !== null && (models === null || passing === null)) {
+  if (trouble !== null && (!models?.length || passing === null)) {
     return html`<${TroubleCard} kind=${trouble.kind} />`;
   }
   if (models === null) return html`<p class="note">${text.connecting}</p>`;

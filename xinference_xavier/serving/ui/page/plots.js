@@ -31,15 +31,9 @@ export class Plot extends Component {
   drawn = "";
   /** @type {Rate[]} */
   rates = [];
-  observer = new ResizeObserver(
-    ([
-      {
-        contentRect: { width },
-      },
-    ]) => {
-      this.drawing?.setSize({ width, height: HEIGHT });
-    },
-  );
+  observer = new ResizeObserver(([{ contentRect: room }]) => {
+    this.drawing?.setSize({ width: room.width, height: HEIGHT });
+  });
 
   componentDidMount() {
     this.draw();

@@ -21,8 +21,7 @@ interface Counters {
   fetches: Fetches;
 }
 
-// Those that an older server, or a replica that has just joined, does not know are missing.
-interface Sample extends Partial<Counters> {
+interface Sample extends Counters {
   time: number;
 }
 
@@ -90,7 +89,6 @@ interface RoutingReport {
   mode?: Routing | "";
   loads?: ByName<Load>;
   choices?: ByName<number>;
-  replicas?: ByName<number>;
   waiting?: number;
   waited?: number;
   waited_s?: number;

@@ -24,14 +24,13 @@ const NOTHING = { live: false, reports: [], samples: [], events: [], last: 0 };
  * @type {{ models: Report[] | null, live: boolean, reports: { report: Report, time: number }[],
  *   samples: Sample[], events: XavierEvent[], last: number,
  *   differing: { namespaces: string, fields: string[] }, trouble: Trouble | null,
- *   retryIn: number, lost: string | null, notice: string | null }}
+ *   lost: string | null, notice: string | null }}
  */
 export const state = {
   models: null,
   ...NOTHING,
   differing: { namespaces: "", fields: [] },
   trouble: null,
-  retryIn: 0, // seconds
   lost: null,
   notice: null,
 };
@@ -68,7 +67,8 @@ export async function start(drawing) {
       const ended = trouble.kind === "absent" && state.live;
       Object.assign(state, { trouble: ended ? null : trouble, live: false });
     }
-    await rest(PAUSES[Math.min(failures, PAUSES.length - 1)], signal);
+    show();
+    await pause(signal, PAUSES[Math.min(failures, PAUSES.length - 1)]);
     failures += 1;
   }
 }
@@ -174,26 +174,15 @@ async function compareNamespaces({ model_uid: uid, replicas }) {
 }
 
 /**
- * A second, or less if another model is selected.
+ * Less if another model is selected.
  * @param {AbortSignal} signal
+ * @param {number} seconds
  */
-function pause(signal) {
+function pause(signal, seconds = 1) {
   return new Promise((resolve) => {
-    setTimeout(resolve, 1000);
+    setTimeout(resolve, 1000 * seconds);
     signal.addEventListener("abort", resolve, { once: true });
   });
-}
-
-/**
- * Pauses with a visible countdown.
- * @param {number} seconds
- * @param {AbortSignal} signal
- */
-async function rest(seconds, signal) {
-  for (state.retryIn = seconds; state.retryIn > 0 && !signal.aborted; state.retryIn -= 1) {
-    show();
-    await pause(signal);
-  }
 }
 
 /**
