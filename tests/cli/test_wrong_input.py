@@ -38,7 +38,7 @@ def refused(*words: str) -> str:
         (["status", "-k", "clé"], "api_key='é' is no part of a key; copy the key again"),
         (["status", "-k", "a\nb"], "is no part of a key"),
         (["status", NO_TEXT], CONVERT),
-        (["status", "-e", f"http://{NO_TEXT}"], CONVERT),
+        (["status", "-e", f"http://{NO_TEXT}"], URL),
         (["prefix", "show", "m", NO_TEXT], CONVERT),
         (["prefix", "list", "m", "--cache-salt", NO_TEXT], CONVERT),
         (["tracker", "m", "--address", "host:99999"], ADDRESS),
