@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from tests.matrix.definitions import ROW, definitions
 from tests.models.architectures import ARCHITECTURES
 from xinference_xavier import errors
 from xinference_xavier.events import Event
@@ -127,9 +128,13 @@ class Row(NamedTuple):
 def supported() -> Iterator[Row]:
     for section in re.split(r"^## ", SUPPORT.read_text(), flags=re.MULTILINE)[1:]:
         title = section.splitlines()[0]
+        if title == "Models with a vLLM of their own":
+            continue
         for line in re.findall(r"^\| (.+) \|$", section, re.MULTILINE)[1:]:
             name, *more, state = line.split(" | ")
             has_servers = title in {"Requests", "Topologies"}
+            if title == "Models":
+                name = more[-1]  # the column of tests
             yield Row(title, name, more[0] if has_servers else "", state)
 
 
@@ -172,6 +177,13 @@ def test_every_test_that_the_list_names_exists() -> None:
             assert re.search(rf"def {word}\(", source), word
             named += 1
     assert named > 25
+
+
+def test_every_definition_that_names_a_vllm_is_listed_and_no_other() -> None:
+    """`python -m tests.matrix.definitions` writes the table, and asks what is installed."""
+    table = SUPPORT.read_text().partition("## Models with a vLLM of their own")[2]
+    listed = [found.groups()[:2] for found in ROW.finditer(table)]
+    assert listed == [(each.name, each.vllm) for each in definitions()]
 
 
 # -- the READMEs --------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ class XavierConfig:
     rows take at most ``disk_bytes`` there, with None a tenth of its file system; ``disk_save`` says
     which. ``roles`` are those of the launch's replicas, ``role`` is this one's. ``replica`` is the
     replica's name without xinference. ``from_environment`` are the fields whose values are the
-    cluster's defaults.
+    cluster's defaults. ``replaced_vllm`` is the older version of vLLM that the model's definition
+    asks for, where the launch has replaced it.
     """
 
     model_uid: str
@@ -100,6 +101,7 @@ class XavierConfig:
     disk_bytes: int | None = None
     disk_save: Saved = "reused"
     untested_vllm: bool = False
+    replaced_vllm: str | None = None
     from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
     request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
@@ -345,6 +347,7 @@ def for_worker(
     supervisor_address: str | None,
     number: int = -1,
     engines: int = 1,
+    replaced_vllm: str | None = None,
 ) -> dict[str, Any]:
     """A copy for one replica on the worker at ``worker_address``.
 
@@ -358,6 +361,7 @@ def for_worker(
     local = replace(
         config,
         engines=engines,
+        replaced_vllm=replaced_vllm,
         tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
         worker_address=reachable_address(worker_address),
         role=dict(enumerate(config.roles or ())).get(number, "any"),

@@ -192,6 +192,7 @@ def test_grave_findings_look_grave() -> None:
             "replica": "m-0",
             "incarnation": "a",
             "vllm": "0.32.0",
+            "replaced_vllm": "==0.21.0",
             "from_environment": ["pool_bytes", "queue"],
         },
         {"incarnation": "b", "vllm": None},
@@ -212,7 +213,7 @@ def test_grave_findings_look_grave() -> None:
     }
     facts = {"models": models, "workers": {"w": {}, "x": {}}}
     versions = [
-        "m: m-0 runs vLLM 0.32.0",
+        "m: m-0 runs vLLM 0.32.0, and its definition asks for ==0.21.0",
         "m: m-0 has xavier_pool_bytes, xavier_queue from the environment",
         "m: b runs vLLM unknown",
         "m: m-0 from b by gloo, not shared_memory (other machine), not nixl (no active RDMA port)",

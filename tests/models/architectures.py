@@ -43,6 +43,8 @@ class Architecture(NamedTuple):
     """Tokens per chunk; more where vLLM enlarges blocks so that a recurrent state fits in one."""
     loads_all: bool = True
     """Whether vLLM loads whole prompts. With windows or states, it computes the last chunk."""
+    all_but_a_token: bool = False
+    """Whether it counts the last token of a whole prompt, which it computes again."""
     pool_bytes: int = 7 << 20
     """Too few rows for the longest prompt, but enough for the others."""
     fills_pool: bool = True
@@ -190,6 +192,16 @@ ARCHITECTURES = {
         common=True,
         pool_bytes=7 << 19,
     ),
+    "gemma4": Architecture(
+        transformers.Gemma4TextConfig,
+        {
+            "sliding_window": 256, "global_head_dim": 64, "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        all_but_a_token=True,
+        pool_bytes=7 << 19,
+    ),
     "gpt_oss": Architecture(
         transformers.GptOssConfig,
         {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -242,6 +254,21 @@ ARCHITECTURES = {
             "num_gpu_blocks_override": 64,
         },
         loads_all=False,
+        pool_bytes=7 << 19,
+    ),
+    "nemotron_h": Architecture(
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1,
+            "chunk_size": 64,
+        },
+        {
+            "dtype": "bfloat16", "block_size": 128, "max_num_batched_tokens": 128,
+            "num_gpu_blocks_override": 64,
+        },
+        loads_all=False,
+        fills_pool=False,
         pool_bytes=7 << 19,
     ),
     "fp8_cache": Architecture(

@@ -64,6 +64,8 @@ def test_what_another_engine_computed_gives_the_same_answer(model: Model, tokens
     shared = engines.share(prompt)
     loadable = tokens if architecture.loads_all else tokens - 1
     expected = loadable // architecture.chunk * architecture.chunk if architecture.shares else 0
+    if architecture.all_but_a_token:
+        expected = min(expected, tokens - 1)
     assert (shared.remote, shared.second[0].cached) == (expected, expected)
     engines.forget(SECOND)
     again = engines.ask(SECOND, prompt)

@@ -125,7 +125,7 @@ PEERS = {
 def stats(counts: FetchCounts) -> dict[str, Any]:
     replica: Any = SimpleNamespace(
         _engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
-        _config=SimpleNamespace(from_environment=("queue",), engines=25),
+        _config=SimpleNamespace(from_environment=("queue",), engines=25, replaced_vllm="==0.21.0"),
         _fetcher=SimpleNamespace(counts=counts),
         _region=SimpleNamespace(row_bytes=64),
         _cache_rows=24,
@@ -151,6 +151,7 @@ def test_every_count_is_reported() -> None:
     )
     expected = ReplicaStats(
         from_environment=["queue"],
+        replaced_vllm="==0.21.0",
         hits=HITS,
         requests=2,
         bytes_received=640,

@@ -220,7 +220,10 @@ def findings_list(findings: list[Finding], cluster: Mapping[str, Any]) -> Render
     for uid, model in cluster["models"].items():
         for replica in model.get("report", {}).get("replicas", ()):
             name = replica.get("replica", replica["incarnation"])
-            lines.append(f"{uid}: {name} runs vLLM {replica['vllm'] or 'unknown'}\n", style="dim")
+            replaced = replica.get("replaced_vllm")
+            instead = f", and its definition asks for {replaced}" if replaced else ""
+            runs = f"runs vLLM {replica['vllm'] or 'unknown'}{instead}"
+            lines.append(f"{uid}: {name} {runs}\n", style="dim")
             if given := replica.get("from_environment"):
                 options = ", ".join(f"xavier_{option}" for option in given)
                 lines.append(f"{uid}: {name} has {options} from the environment\n", style="dim")

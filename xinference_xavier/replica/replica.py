@@ -442,6 +442,7 @@ class Replica:
             schema.ReplicaStats(
                 **self._engine.stats(),
                 from_environment=[*self._config.from_environment],
+                replaced_vllm=self._config.replaced_vllm,
                 bytes_received=counts.rows * row_bytes,
                 received_from={name: rows * row_bytes for name, rows in received.items() if rows},
                 fetching=dict(counts.in_flight),

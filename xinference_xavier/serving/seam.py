@@ -57,10 +57,12 @@ USED: dict[str, tuple[str, ...]] = {
     "xinference.core.utils": (
         "parse_replica_model_uid(replica_model_uid)",
         "filter_virtualenv_packages_by_markers",
+        "merge_virtual_env_packages(base_packages, extra_packages)",
     ),
     "xinference.core.virtual_env_manager": ("expand_engine_dependency_placeholders",),
     "xinference.model.llm.custom": ("get_user_defined_llm_families",),
     "xinference.model.llm.llm_family": ("BUILTIN_LLM_FAMILIES",),
+    "xinference.utils": ("get_pip_config_args",),
     "xinference.constants": ("XINFERENCE_ENABLE_VIRTUAL_ENV", "XINFERENCE_HOME"),
     "xinference.extensions": ("resolve_cache_salt(request)",),
     "xinference.api.restful_api": (
@@ -266,21 +268,49 @@ def has_own_environment(asked: bool | None) -> bool:
     return bool(XINFERENCE_ENABLE_VIRTUAL_ENV if asked is None else asked)
 
 
-def defined_packages(launch: Mapping[str, Any]) -> list[str]:
-    """The packages that xinference would install for the model; empty if it is not known here."""
-    from xinference.core.utils import filter_virtualenv_packages_by_markers
-    from xinference.core.virtual_env_manager import expand_engine_dependency_placeholders
+def _settings(launch: Mapping[str, Any]) -> Any:
+    """What the model's definition says of its environment; None if it is not known here."""
     from xinference.model.llm.custom import get_user_defined_llm_families
     from xinference.model.llm.llm_family import BUILTIN_LLM_FAMILIES
 
-    name, engine = launch.get("model_name"), launch.get("model_engine")
     families = [*get_user_defined_llm_families(), *BUILTIN_LLM_FAMILIES]
+    name = launch.get("model_name")
     family = next((family for family in families if family.model_name == name), None)
-    settings = getattr(family, "virtualenv", None)
-    if settings is None:
-        return []
-    packages = expand_engine_dependency_placeholders([*(settings.packages or ())], engine)
+    return getattr(family, "virtualenv", None)
+
+
+def defined_packages(launch: Mapping[str, Any]) -> list[str]:
+    """The packages that xinference would install for the model; empty if it is not known here."""
+    return planned_packages(launch, None)
+
+
+def planned_packages(launch: Mapping[str, Any], more: list[str] | None) -> list[str]:
+    """The same, with `more` packages of the launch, which override those of the definition."""
+    from xinference.core.utils import (
+        filter_virtualenv_packages_by_markers,
+        merge_virtual_env_packages,
+    )
+    from xinference.core.virtual_env_manager import expand_engine_dependency_placeholders
+
+    settings, engine = _settings(launch), launch.get("model_engine")
+    defined = [] if settings is None else settings.packages or ()
+    packages = expand_engine_dependency_placeholders([*defined], engine)
+    packages = merge_virtual_env_packages(packages, more)
     return filter_virtualenv_packages_by_markers(packages, engine, None)  # type: ignore[no-any-return]
+
+
+def package_sources(launch: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Where xinference looks for them, by pip's option; its indexes of GPU builds are not among
+    them."""
+    from xinference.utils import get_pip_config_args
+
+    settings = _settings(launch)
+    inherited = get_pip_config_args() if getattr(settings, "inherit_pip_config", True) else {}
+    sources = {}
+    for option in ("index_url", "extra_index_url", "find_links"):
+        found = getattr(settings, option, None) or inherited.get(option) or []
+        sources[option] = found.split() if isinstance(found, str) else [*found]
+    return sources
 
 
 # -- the API ---------------------------------------------------------------------------------------

@@ -479,6 +479,9 @@ class ReplicaStats(Counters):
 
     vllm: str | None = described("The version that it runs.", None)
     vllm_untested: bool = described("Whether it is newer than all that were tested.", False)
+    replaced_vllm: str | None = described(
+        "The version that the model's definition asks for, if it is too old to share.", None
+    )
     from_environment: list[str] = described(
         "The options whose values are the cluster's defaults.", list
     )

