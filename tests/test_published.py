@@ -1,6 +1,9 @@
 """The README as a package index shows it."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,24 @@ def test_without_a_repository_nothing_is_invented(monkeypatch: pytest.MonkeyPatc
     metadata = _metadata()
     assert metadata["readme"]["text"] == (ROOT / "README.md").read_text()
     assert "urls" not in metadata
+
+
+def test_an_archive_of_a_tag_has_its_version(tmp_path: Path) -> None:
+    """It has no `.git`; without a version of their own, different builds would look equal."""
+    clone, archive = tmp_path / "clone", tmp_path / "archive"
+    for folder in (clone, archive):
+        folder.mkdir()
+    for name in ("pyproject.toml", ".gitattributes", ".git_archival.txt", "README.md"):
+        shutil.copy(ROOT / name, clone)
+    shutil.copy(ROOT / "hatch_build.py", clone)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(clone)]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"], ["tag", "v1.2.3"]):
+        subprocess.run([*git, *words], check=True)
+    packed = subprocess.run([*git, "archive", "v1.2.3"], check=True, capture_output=True).stdout
+    subprocess.run(["tar", "-xC", str(archive)], input=packed, check=True)
+    asked = [sys.executable, "-m", "hatchling", "version"]
+    version = subprocess.run(asked, cwd=archive, check=True, capture_output=True, text=True).stdout
+    assert version.strip() == "1.2.3"
 
 
 def _metadata() -> dict[str, dict[str, str]]:

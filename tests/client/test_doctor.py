@@ -162,15 +162,13 @@ def test_replicas_in_two_namespaces_and_the_field_that_differs(planted: Result) 
 def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
     api = ApiProcess()
     try:
-        diagnose(api.endpoint).finds(
-            f"model {MODEL}", "it has no replica", f"/v1/models/{MODEL}/replicas"
-        )
+        diagnose(api.endpoint).finds(f"model {MODEL}", "it has no replica", "with --replica 2")
         fields = {"fingerprint_fields": INGREDIENTS}
         lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64, **fields)
         try:
             wait_until(lone.is_up, "the replica is up")
             result = diagnose(api.endpoint)
-            result.finds(f"model {MODEL}", "it has one replica", f"/v1/models/{MODEL}/replicas")
+            result.finds(f"model {MODEL}", "it has one replica", "with --replica 2")
             assert [each.problem for each in result.findings if each.grave] == [
                 "it has one replica, and sharing takes two"
             ]

@@ -32,7 +32,7 @@ def process_findings(cluster: Info) -> Iterator[Finding]:
     processes += [(f"worker {address}", info) for address, info in workers.items()]
     for where, info in processes:
         if "error" in info:
-            program = f"xinference-{where.split()[0]}"
+            program = "xinference-worker" if where.startswith("worker") else "xinference-supervisor"
             yield Finding(
                 where,
                 f"runs without this extension, or another version ({info['error']})",
@@ -133,8 +133,8 @@ def _too_few(model_uid: str, replicas: list[_Replica]) -> Iterator[Finding]:
         yield Finding(
             f"model {model_uid}",
             f"it has {'one replica' if replicas else 'no replica'}, and sharing takes two",
-            f"curl -X POST ENDPOINT/v1/models/{model_uid}/replicas -H 'content-type: "
-            """application/json' -d '{"replica": 1}'""",
+            f"add one on xinference's web page; or: xinference terminate --model-uid {model_uid}, "
+            "and launch it with --replica 2",
         )
 
 
