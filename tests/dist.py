@@ -23,7 +23,8 @@ PYTHONS = ("python3.11", "python3.12", "python3.13")
 MAX_BYTES = 500_000
 COMMANDS = (
     *(("status",), ("doctor",)),
-    *((name, "model") for name in ("events", "flush", "try", "routing")),
+    *((name, "model") for name in ("events", "try", "routing")),
+    ("flush", "model", "--yes"),
     ("switch", "model", "off"),
     ("weights", "model", "1"),
     ("prefix", "list", "model"),

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Annotated, Any
 
 import pydantic.dataclasses
@@ -302,6 +302,11 @@ def _refuse_foreign_name(name: str, plain: str, value: object) -> None:
         raise ConfigError(name, value, "is not an option", f"did you mean {near}?")
 
 
+_DEFAULTS = {
+    field.name: to_jsonable_python(field.default)
+    for field in fields(XavierConfig)
+    if field.default is not MISSING
+}
 CONNECTOR = "XavierConnector"
 _MODULE = "xinference_xavier.engine.entry"
 _EXTRA = "kv_connector_extra_config"
@@ -309,7 +314,8 @@ _AS_LAUNCHED = "xavier_as_launched"
 
 
 def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
-    """The dictionary with which vLLM loads our connector and offloading spec."""
+    """The dictionary with which vLLM loads our connector and offloading spec. Defaults are left
+    out."""
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": _MODULE,
@@ -318,7 +324,9 @@ def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
             "spec_name": "XavierSpec",
             "spec_module_path": _MODULE,
             "offload_prompt_only": False,
-            XAVIER: config.to_dict(),
+            XAVIER: dict(
+                each for each in config.to_dict().items() if each not in _DEFAULTS.items()
+            ),
         },
     }
 

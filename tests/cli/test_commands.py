@@ -174,7 +174,12 @@ def test_explaining_a_chat(pair: Pair) -> None:
 
 def test_flush_and_switch(pair: Pair) -> None:
     pair.first.store([make_key(number) for number in fresh_numbers(2)])
-    assert "pools of 2 replicas are empty" in done(pair.api.endpoint, "flush", MODEL)
+    refused = run(pair.api.endpoint, "flush", MODEL, text="n\n")
+    assert (refused.exit_code, len(pair.first.held())) == (1, 2)
+    assert f"Empty the pools of all replicas of {MODEL}? [y/N]" in refused.output
+    assert run(pair.api.endpoint, "flush", MODEL, text="").exit_code == 1  # nobody answers
+    assert "pools of 2 replicas are empty" in done(pair.api.endpoint, "flush", MODEL, text="y\n")
+    assert "pools of 2 replicas are empty" in done(pair.api.endpoint, "flush", MODEL, "--yes")
     assert pair.first.held() == []
     assert "sharing of model is off" in done(pair.api.endpoint, "switch", MODEL, "off")
     assert "sharing off" in done(pair.api.endpoint, "status", MODEL)
@@ -202,7 +207,7 @@ def test_routing(pair: Pair) -> None:
     "words",
     [
         ["status"],
-        ["flush"],
+        ["flush", "--yes"],
         ["weights", "1"],
         ["switch"],
         ["routing"],

@@ -2,6 +2,7 @@
 is refused."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -123,6 +124,15 @@ def test_a_server_may_have_a_name() -> None:
     pool = ["--xavier_pool_bytes", "1GiB"]
     assert told(*pool).replica is None
     assert told(*pool, "--name", "a").replica == "a"
+
+
+def test_only_what_is_not_a_default_is_printed() -> None:
+    printed = json.loads(configure("m", *ADDRESS, "--xavier_pool_bytes", "1GiB").stdout)
+    assert printed["kv_connector_extra_config"]["xavier"] == {
+        "model_uid": "m",
+        "tracker_address": "10.0.0.1:9920",
+        "pool_bytes": 1 << 30,
+    }
 
 
 def test_every_launch_option_is_taken_with_either_dash() -> None:

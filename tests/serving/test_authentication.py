@@ -230,8 +230,9 @@ def test_the_command_line(
     monkeypatch.setenv("XINFERENCE_API_KEY", guarded.key)
     assert MODEL in run("status").output
     assert run("doctor").exit_code in (0, 1)  # it could look, whatever it found
-    assert run("flush", MODEL).exit_code == 3
-    assert run("flush", MODEL, "--api-key", guarded.users[WRITE].token).exit_code == 0
+    flush = ("flush", MODEL, "--yes")
+    assert run(*flush).exit_code == 3
+    assert run(*flush, "--api-key", guarded.users[WRITE].token).exit_code == 0
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from rich.live import Live
 
 from xinference_xavier._version import __version__
 from xinference_xavier.cli import tables
+from xinference_xavier.cli.asking import ask, yes
 from xinference_xavier.cli.disks import disk
 from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
 from xinference_xavier.cli.prefixes import prefix, question
@@ -22,7 +23,7 @@ from xinference_xavier.client.doctor import diagnose
 from xinference_xavier.config import parse_options
 from xinference_xavier.errors import ConfigError, shown
 from xinference_xavier.events import load_hook
-from xinference_xavier.options import ONLY_UNDER_XINFERENCE, PARSERS, RETIRED
+from xinference_xavier.options import PARSERS, RETIRED
 from xinference_xavier.stats.answers import EventRecord, ModelList
 from xinference_xavier.stats.schema import ModelStatus
 
@@ -73,7 +74,10 @@ main.add_command(trial)
 @click.option("--watch", is_flag=True, help="Update every second until the model ends.")
 @with_client
 def status(client: XavierClient, model: str | None, as_json: bool, watch: bool) -> None:
-    """Show how MODEL, or every model, shares: prompt tokens by source, fetches, pools."""
+    """Show how MODEL, or every model, shares its cache.
+
+    Prompt tokens by source, fetches, and pools.
+    """
     if watch:
         if model is None:
             raise click.UsageError("--watch needs a MODEL")
@@ -107,7 +111,7 @@ def _watch(client: XavierClient, model: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @with_client
 def events(client: XavierClient, model: str, as_json: bool) -> None:
-    """Print MODEL's recent events, then new ones until interrupted."""
+    """Print MODEL's recent events, then new ones."""
     for record in client.events(model):
         if as_json:
             plain = {"event": record.event, "time": record.time, **record.fields}
@@ -128,14 +132,15 @@ def _line(record: EventRecord) -> str:
     "--prompt-file",
     type=click.File("r", encoding="utf-8"),
     required=True,
-    help="The prompt, or with --chat the messages as JSON. '-' reads standard input.",
+    help="The prompt, or messages with --chat; - is standard input.",
 )
 @click.option("--chat", is_flag=True, help="The file holds messages.")
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
 @with_client
 def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
-    """Show which replicas of MODEL hold a prompt's chunks, and why some are missing.
+    """Show which replicas of MODEL hold a prompt's chunks.
 
+    It also says why some are missing.
     vLLM's own prefix cache may have more; its content is not known here.
     """
     answer = client.explain(model, **question(prompt_file, chat))
@@ -147,12 +152,14 @@ def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_j
 
 @main.command()
 @click.argument("model")
+@yes
 @with_client
-def flush(client: XavierClient, model: str) -> None:
+def flush(client: XavierClient, model: str, yes: bool) -> None:
     """Empty the pools of all replicas of MODEL.
 
     vLLM's own prefix caches keep their content, and no request fails.
     """
+    ask(f"Empty the pools of all replicas of {model}?", yes)
     answers = client.flush(model).raw.get("answers", {})
     flushed, unreachable = answers.get("flushed", []), answers.get("unreachable", [])
     click.echo(f"pools of {len(flushed)} replicas are empty")
@@ -168,13 +175,14 @@ def flush(client: XavierClient, model: str) -> None:
     "--tracker",
     "address",
     metavar="HOST:PORT",
-    help="Of servers without xinference: where their tracker listens.",
+    help="The tracker of servers without xinference.",
 )
 @with_client
 def weights(client: XavierClient, model: str, version: str, address: str | None) -> None:
-    """Let replicas of MODEL share again after a reset: their weights are VERSION, any name.
+    """Let replicas of MODEL that were reset share again.
 
-    Replicas that were not reset keep sharing among themselves.
+    Their weights are VERSION, which is any name. Replicas that were not reset keep sharing among
+    themselves.
     """
     if address is None:
         answers = client.set_weights_version(model, version).raw.get("answers", {})
@@ -217,7 +225,7 @@ def switch(client: XavierClient, model: str, state: str) -> None:
 @click.argument("mode", required=False, type=click.Choice(["auto", "backlog", "off"]))
 @with_client
 def routing(client: XavierClient, model: str, mode: str | None) -> None:
-    """Show or change how requests to MODEL find a replica while it runs.
+    """Show or change how requests to MODEL find a replica.
 
     auto: the replica that answers first; backlog: that with the smallest backlog, whatever it
     holds; off: in turn.
@@ -251,9 +259,10 @@ def doctor(client: XavierClient, as_json: bool) -> None:
 @click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
 @click.option("--xavier_hooks", metavar="MODULE:FUNCTION", help="Called with each event.")
 def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
-    """Serve the tracker of MODEL for vLLM servers without xinference, until interrupted.
+    """Serve the tracker of MODEL for plain vLLM servers.
 
-    Servers that use the same name as MODEL share their caches. Prints events. Needs no vLLM.
+    It ends when it is interrupted. Servers that use the same name as MODEL share their caches.
+    Prints events. Needs no vLLM.
     """
     from xinference_xavier.cli import standalone
 
@@ -294,24 +303,42 @@ def _interrupted() -> asyncio.Event:
     return until
 
 
+_PLAIN = {
+    "xavier_pool_bytes": "Host memory for its pool, such as 4GiB; required.",
+    "xavier_host": "Its own address for peers, or the network that it is in.",
+    "xavier_port_range": "The ports that it may use, as LOW-HIGH.",
+    "xavier_chunk_tokens": "Tokens in a chunk; 128 by default.",
+    "xavier_transport": "How rows travel: auto, shared_memory, nixl or gloo.",
+    "xavier_fetch_timeout": "Seconds until a fetch is given up.",
+    "xavier_min_fetch_tokens": "Shorter beginnings are computed, not fetched.",
+    "xavier_disk": "A folder on a local disk, below its pool.",
+    "xavier_disk_bytes": "How much may be on that disk.",
+    "xavier_disk_save": "What is saved there: what was reused, or all.",
+    "xavier_audit": "Whether it checks what it has fetched; true by default.",
+    "xavier_untested_vllm": "Whether vLLM may be newer than all tested versions.",
+}
+"""The launch options that mean something in a server without xinference."""
+
+
 def _launch_options(command: Callable[..., None]) -> Callable[..., None]:
     for name in reversed([*PARSERS, *RETIRED]):
-        # Those are refused with the reason, or ignored with a warning.
-        hidden = name in ONLY_UNDER_XINFERENCE or name in RETIRED
-        command = click.option(f"--{name}", metavar="VALUE", hidden=hidden)(command)
+        told = _PLAIN.get(name)  # others are refused with the reason, or ignored with a warning
+        command = click.option(f"--{name}", metavar="VALUE", hidden=told is None, help=told)(
+            command
+        )
     return command
 
 
 @main.command("transfer-config", context_settings=_EITHER_DASH)
 @click.argument("model")
 @click.option("--address", required=True, metavar="HOST:PORT", help="Where the tracker listens.")
-@click.option("--name", help="Of the server, in events and figures.")
+@click.option("--name", help="The server's name in events and figures.")
 @_launch_options
 def transfer_config(model: str, address: str, name: str | None, **options: str | None) -> None:
-    """Print the `vllm serve --kv-transfer-config` of servers that share MODEL's caches.
+    """Print the --kv-transfer-config of vLLM servers of MODEL.
 
-    The options are those of `xinference launch` that do not need xinference; --xavier_pool_bytes is
-    required.
+    The options are those of `xinference launch` that do not need xinference. What is a default is
+    not printed.
     """
     from xinference_xavier.cli import standalone
 

@@ -32,13 +32,16 @@ def _of_folder(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group()
 def disk() -> None:
-    """Look at what replicas of this host have saved in FOLDER, the value of xavier_disk."""
+    """Look at what replicas of this host have saved.
+
+    FOLDER is the value of xavier_disk.
+    """
 
 
 @disk.command()
 @_of_folder
 def ls(folder: Path) -> None:
-    """List the stores: one for each model, its weights, and the layout of its cache."""
+    """List the stores. Each model, its weights, and the layout of its cache have their own."""
     tables.console().print(tables.stores_table(stores.summaries(folder)))
 
 

@@ -35,12 +35,12 @@ def question(file: Any, chat: bool) -> dict[str, Any]:
     return {name: fields[name] for name in ("messages", "tools") if name in fields}
 
 
-_salted = click.option("--cache-salt", metavar="TEXT", help="Of the tenant that it belongs to.")
+_salted = click.option("--cache-salt", metavar="TEXT", help="The salt of the tenant that owns it.")
 
 
 @click.group()
 def prefix() -> None:
-    """Give long texts a name, so that replicas compute them once and keep them."""
+    """Name long texts, which replicas compute once and keep."""
 
 
 @prefix.command()
@@ -50,21 +50,33 @@ def prefix() -> None:
     "--file",
     type=click.File("r", encoding="utf-8"),
     required=True,
-    help="The prompt, or with --chat the messages as JSON. '-' reads standard input.",
+    help="The prompt, or messages with --chat; - is standard input.",
 )
 @click.option("--chat", is_flag=True, help="The file holds messages, perhaps with tools.")
 @click.option(
-    "--ttl", default="1h", show_default=True, help="Since the last use: 90s, 30m, 1h, 7d."
+    "--ttl", default="1h", show_default=True, help="Its life after the last use: 90s, 30m, 1h, 7d."
 )
-@click.option("--copies", type=click.Choice(["1", "all"]), default="1", show_default=True)
-@click.option("--retention", type=click.Choice(["soft", "hard"]), default="soft", show_default=True)
+@click.option(
+    "--copies",
+    type=click.Choice(["1", "all"]),
+    default="1",
+    show_default=True,
+    help="How many replicas keep it.",
+)
+@click.option(
+    "--retention",
+    type=click.Choice(["soft", "hard"]),
+    default="soft",
+    show_default=True,
+    help="Whether it is evicted last or never.",
+)
 @_salted
 @click.option("--no-wait", is_flag=True, help="Return before it is computed.")
 @with_client
 def add(
     client: XavierClient, model: str, name: str, file: Any, chat: bool, no_wait: bool, **terms: Any
 ) -> None:
-    """Keep a prompt or a chat's beginning at MODEL's replicas under NAME.
+    """Keep a prompt or a chat's beginning under NAME.
 
     Requests use it with the header X-Xavier-Prefix, or with prefix_name in their body.
     """

@@ -152,7 +152,7 @@ def _chosen_to_compute(status: ModelStatus) -> int:
 )
 @with_client
 def trial(client: XavierClient, model: str, tokens: int) -> None:
-    """Find out whether sharing helps MODEL on this hardware: ask it two long prompts.
+    """Ask MODEL two long prompts to see if sharing helps here.
 
     For these seconds, routing is off for all requests, and sharing for one of the prompts. Exits
     with 0 if the replicas shared, however fast, 1 if nothing was shared or an answer is wrong, 2
