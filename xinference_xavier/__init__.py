@@ -18,7 +18,8 @@ def extension() -> XavierExtension:
 
     The serving side is imported only here: replicas import this package and need none of it.
     """
+    from xinference_xavier.serving import tenants
     from xinference_xavier.serving.extension import XavierExtension, install
 
     install()
-    return XavierExtension()
+    return tenants.TenantsExtension() if tenants.by_key() else XavierExtension()

@@ -61,6 +61,8 @@ UPSTREAM_OPTIONS = frozenset(
     }
 )
 UPSTREAM_VARIABLES = frozenset({"XINFERENCE_XAVIER_PROFILE"})
+OWN_VARIABLES = frozenset({"XINFERENCE_XAVIER_TENANTS"})
+"""Of the API process; no launch has such an option."""
 
 
 @pydantic.dataclasses.dataclass(
@@ -254,7 +256,9 @@ def _warn_of_retired(option: str, name: str, value: object) -> None:
 
 def _warn_of_ignored_defaults() -> None:
     """Warn of retired and misspelt ones. xinference has variables of such names, too."""
-    known = {_variable(option) for option in (BACKEND, *PARSERS)} | UPSTREAM_VARIABLES
+    known = (
+        {_variable(option) for option in (BACKEND, *PARSERS)} | UPSTREAM_VARIABLES | OWN_VARIABLES
+    )
     retired = {_variable(option): option for option in RETIRED}
     for name in os.environ.keys() - known:
         if name in retired:

@@ -34,9 +34,10 @@ def bearer(token: str) -> dict[str, str]:
 
 
 class GuardedApi:
-    def __init__(self, supervisor: str, home: Path) -> None:
-        """`supervisor` is an address, `home` becomes XINFERENCE_HOME, where accounts are kept."""
-        self._process = Remote(_serve, supervisor, str(home), context=spawned())
+    def __init__(self, supervisor: str, home: Path, tenants: str = "") -> None:
+        """`supervisor` is an address, `home` becomes XINFERENCE_HOME, where accounts are kept.
+        `tenants` is the value of XINFERENCE_XAVIER_TENANTS."""
+        self._process = Remote(_serve, supervisor, str(home), tenants, context=spawned())
         port, setup_token = self._process.wait_until_ready(_PATIENCE)
         self.endpoint = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.endpoint, timeout=_PATIENCE)
@@ -79,11 +80,12 @@ class GuardedApi:
         return answer
 
 
-def _serve(pipe: Connection, supervisor: str, home: str) -> None:
+def _serve(pipe: Connection, supervisor: str, home: str, tenants: str) -> None:
     os.environ.update(
         XINFERENCE_HOME=home,
         XINFERENCE_AUTH_ADVANCED="true",
         XINFERENCE_EXTENSIONS="xinference_xavier:extension",
+        XINFERENCE_XAVIER_TENANTS=tenants,
         # It locks an address out after ten failures, and all tests have the same address.
         XINFERENCE_RATE_LIMIT_IP_MAX_FAILURES="1000000",
     )

@@ -114,6 +114,7 @@ def tenant_of(request: Request, given: object) -> str:
     """The `cache_salt` with which xinference computes what this request asks: that of an extension
     which supplies salts, or else the one that the client has `given`. Empty if there is none.
     Raises HTTPException."""
+    seam.note_own_salt(request, given)
     try:
         supplied = seam.supplied_salt(request)
     except Exception:

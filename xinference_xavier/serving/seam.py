@@ -64,7 +64,7 @@ USED: dict[str, tuple[str, ...]] = {
     "xinference.model.llm.llm_family": ("BUILTIN_LLM_FAMILIES",),
     "xinference.utils": ("get_pip_config_args",),
     "xinference.constants": ("XINFERENCE_ENABLE_VIRTUAL_ENV", "XINFERENCE_HOME"),
-    "xinference.extensions": ("resolve_cache_salt(request)",),
+    "xinference.extensions": ("resolve_cache_salt(request)", "CacheSalt"),
     "xinference.api.restful_api": (
         "require_model(get_supervisor_ref, model_uid)",
         "parse_anthropic_request",
@@ -84,6 +84,7 @@ USED: dict[str, tuple[str, ...]] = {
     ),
     "xinference.api.oauth2.advanced.cache:ApiKeyCacheEntry": (
         "has_model_access(model_uid, model_type)",
+        "key_hash",
     ),
     "xoscar.api:IteratorWrapper": ("destroy", "_gc_destroy"),
     "fastapi:FastAPI": ("user_middleware",),
@@ -389,6 +390,36 @@ def supplied_salt(request: Any) -> Any:
     from xinference.extensions import resolve_cache_salt
 
     return resolve_cache_salt(request)
+
+
+def cache_salt(value: str) -> Any:
+    """What an extension that supplies salts returns."""
+    from xinference.extensions import CacheSalt
+
+    return CacheSalt(value)
+
+
+def note_own_salt(request: Any, salt: object) -> None:
+    """Where our routes have found the client's salt, for `own_salt`."""
+    request.state.xavier_own_salt = salt
+
+
+def own_salt(request: Any) -> object:
+    """The `cache_salt` of the client: noted, or in the body of a text route, which xinference has
+    read by then."""
+    if hasattr(request.state, "xavier_own_salt"):
+        return request.state.xavier_own_salt
+    body = getattr(request, "_json", None)
+    return body.get("cache_salt") if isinstance(body, dict) else None
+
+
+def identity(request: Any) -> str:
+    """Who asks: a text of its own for each API key, and for each account that asks without one.
+    Raises AttributeError for a request that xinference has not authenticated."""
+    key = getattr(request.state, "authenticated_api_key", None)
+    if key is not None:
+        return f"key {key.key_hash}"
+    return f"user {request.state.audit_identity['user']}"
 
 
 def correlated(model: Any) -> Any:
