@@ -42,7 +42,7 @@ FOUND: dict[str, dict[str, Any]] = {
             name: {
                 "lengths": [gpu._row(9000, [HIT] * 5)],
                 "used": {name: 20},
-                "fetch_decisions": {"fetched": 20, "rates": {}},
+                "fetch_decisions": {"fetched": 20},
                 "believed_tokens_per_s": 9100.0,
                 "true_tokens_per_s": figure([9000.0] * 5),
             }

@@ -39,7 +39,7 @@ def leaks_of(scene: Scene) -> Leaks:
     regions = mapped_regions(everything)
     transfers = [process for process in everything if is_transfer(process)]
     return Leaks(
-        grants=_sum(stats, "grants", "live"),
+        grants=sum(figures["grants"] for figures in stats),
         filling=_sum(stats, "pool", "filling"),
         pinned=_sum(stats, "pool", "pinned"),
         quarantined=_sum(stats, "pool", "quarantined"),

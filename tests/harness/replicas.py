@@ -276,10 +276,6 @@ class _Inside:
         """Levels and texts of log lines, from INFO up."""
         return self.lines.seen
 
-    def grants(self) -> int:
-        """How many it has given to peers and are in force."""
-        return len(self.replica.donor.grants)
-
     def transfer_stats(self) -> dict[str, Any]:
         asking = asyncio.run_coroutine_threadsafe(
             self.replica.process.stats(), self.replica._thread.loop
@@ -420,5 +416,5 @@ def wait_until_known(consumer: ReplicaProcess, donor: ReplicaProcess, keys: list
 def is_free(replica: ReplicaProcess) -> bool:
     """Whether no row is being filled or pinned, and nothing is granted."""
     counts = replica.counts()
-    left = counts.filling, counts.pinned, counts.quarantined, replica.grants()
+    left = counts.filling, counts.pinned, counts.quarantined, replica.stats()["grants"]
     return left == (0, 0, 0, 0)

@@ -71,7 +71,7 @@ def bob(all_replicas: dict[str, ReplicaProcess]) -> ReplicaProcess:
 def assert_clean(consumer: ReplicaProcess, donor: ReplicaProcess) -> None:
     counts = consumer.counts()
     assert (counts.filling, counts.pinned, counts.quarantined) == (0, 0, 0)
-    wait_until(lambda: donor.grants() == 0, "the grant is released")
+    wait_until(lambda: donor.stats()["grants"] == 0, "the grant is released")
     assert donor.counts().pinned == 0
 
 

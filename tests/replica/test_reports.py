@@ -122,6 +122,13 @@ PEERS = {
 }
 
 
+class Mirrored:
+    peers = PEERS
+
+    def __len__(self) -> int:
+        return 8
+
+
 def stats(counts: FetchCounts) -> dict[str, Any]:
     replica: Any = SimpleNamespace(
         _engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
@@ -130,7 +137,8 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
         _region=SimpleNamespace(row_bytes=64),
         _cache_rows=24,
         _pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),
-        mirror=SimpleNamespace(peers=PEERS),
+        donor=SimpleNamespace(grants=[1, 2]),
+        mirror=Mirrored(),
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
         _disk=SimpleNamespace(report=lambda: DISK),
         process=SimpleNamespace(pid=11, starts=3),
@@ -159,6 +167,8 @@ def test_every_count_is_reported() -> None:
         fetching={"a": 6},
         fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}),
         pool=PoolStats(16, 5, 4, 3, 2, 64, 24, 25),
+        grants=2,
+        mirrored=8,
         comparison=ComparisonStats(16, 17, 18, 19),
         disk=DISK,
         not_sharing="no peers",

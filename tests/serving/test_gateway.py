@@ -122,7 +122,6 @@ async def test_metrics_that_cannot_be_made_cost_only_themselves() -> None:
     exporter = Exporter(Broken(ref_to(None)))
     await exporter.refresh(10.0)
     assert exporter.read("up") == [({}, 1)], "the supervisor has answered"
-    assert exporter.read("scrape_failures_total") == [({}, 1)]
 
 
 # -- facts for doctor -------------------------------------------------------------------------

@@ -450,6 +450,8 @@ class Replica:
                 pool=schema.PoolStats(
                     *self._pool.counts(), row_bytes, self._cache_rows, self._config.engines
                 ),
+                grants=len(self.donor.grants),
+                mirrored=len(self.mirror),
                 comparison=self.canary.stats,
                 disk=self._disk.report(),
                 not_sharing=self._not_sharing(),
