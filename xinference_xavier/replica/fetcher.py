@@ -284,5 +284,5 @@ class Fetcher:
                 await within(_RELEASE_TIMEOUT, actor.release(grant_id))
         except UNREACHABLE as error:
             self._conditions.warn(
-                donor, "grant not released, it will expire: donor=%s error=%r", donor, error
+                "release", "grant not released, it will expire: donor=%s error=%r", donor, error
             )
