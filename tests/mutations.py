@@ -130,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/spec.py",
-        '                "pages": note.pages,\n',
+        '            "pages": note.pages,\n',
         "",
         "replicas whose kernels lay out pages differently use each other's rows",
         ("tests/engine/test_spec.py",),
@@ -332,8 +332,8 @@ MUTATIONS = (
         ("tests/replica/test_peer_tier.py",),
     ),
     Mutation(
-        "engine/request.py",
-        "if not waiting or now > fetch.deadline + self._patience:",
+        "engine/fetches.py",
+        "if not waiting or now > fetch.deadline + self.timeout:",
         "if not waiting:",
         "requests for which vLLM has no blocks keep what they fetched pinned without a limit",
         ("tests/engine/test_request.py",),
@@ -347,7 +347,7 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/tier_lookup.py",
-        "if request.pending and self._has_time(request):",
+        "if request.pending and request.has_time(now):",
         "if request.pending:",
         "a request waits for a stalled donor beyond its deadline",
         ("tests/engine/test_tier_lookup.py",),
@@ -400,7 +400,7 @@ MUTATIONS = (
         ("tests/world/test_queue.py",),
     ),
     Mutation(
-        "engine/tier_lookup.py",
+        "engine/waiting.py",
         "        if wait.peer and not self._tier.can_load_from(wait.peer):\n"
         "            return False\n",
         "",

@@ -332,7 +332,7 @@ class Scheduler(threading.Thread):
         self.manager.reset_cache()
 
     def is_fetching(self) -> bool:
-        return any(fetch.state is FetchState.PENDING for fetch in self.manager.tier_lookup.fetches)
+        return any(fetch.state is FetchState.PENDING for fetch in self.manager.fetches)
 
     def is_serving(self) -> bool:
         return self._grants() > 0

@@ -23,10 +23,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from xinference_xavier.engine.facts import SchedulerFacts
+from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import CanAudit, OwnRequests, Probes
-from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.workload import Step
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row

@@ -102,7 +102,7 @@ def test_a_step_s_end_is_left_out_only_if_it_has_nothing_to_do(
     assert ended.call_count == 1
     engine.step()
     assert ended.call_count == 1
-    manager.settled = False
+    manager.pass_end_is_due = True
     engine.step()
     assert ended.call_count == 2
     engine.step()
@@ -172,8 +172,8 @@ def test_vllm_stores_as_much_without_requests_that_go_on_within_their_blocks(
 
     without = stored()
     assert preempted
-    monkeypatch.setattr(f"{XavierConnector.__module__}.goes_on", lambda step: False)
-    monkeypatch.setattr(f"{XavierConnector.__module__}.without_quiet", lambda step: step)
+    monkeypatch.setattr(f"{XavierConnector.__module__}.is_steady_decode", lambda step: False)
+    monkeypatch.setattr(f"{XavierConnector.__module__}.drop_unchanged_requests", lambda step: step)
     assert stored() == without
 
 

@@ -39,11 +39,11 @@ class Engine(Scheduling):
         return self.arrive(f"request {self._prompts}", keys)
 
     def learn(self, overhead: float, per_row: float, peers: Iterable[str] = "a") -> None:
-        self.manager.tier_lookup._selection.adaptive = False
+        self.manager.selection.adaptive = False
         for peer in peers:
             for count in (4, 4, 40, 10, 40):
                 self.fetch_and_finish(self.request(count, [peer]), overhead + per_row * count)
-        self.manager.tier_lookup._selection.adaptive = True
+        self.manager.selection.adaptive = True
 
     def steps(self, seconds: dict[int, float]) -> None:
         """Compute 1,000 tokens per step; `seconds` is the duration by depth."""
@@ -120,7 +120,7 @@ def test_nothing_is_fetched_when_less_time_is_left_than_any_fetch_takes() -> Non
 def test_a_fixed_threshold_replaces_the_cost_model() -> None:
     vllm = Engine()
     vllm.learn(0.0, 1.0)
-    vllm.manager.tier_lookup._selection.adaptive = False
+    vllm.manager.selection.adaptive = False
     assert vllm.attempt(vllm.request(2)) is None
     assert vllm.attempt(vllm.request(1)) == 0
     assert vllm.decisions["computed"] == 0

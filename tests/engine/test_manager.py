@@ -101,7 +101,7 @@ class TestErrors:
     ) -> None:
         request = vllm.ask(4)
         vllm.fill(request.keys)
-        monkeypatch.setattr(vllm.manager.tier_lookup.idle_wait, "before_lookups", FAILS)
+        monkeypatch.setattr(vllm.manager._idle_wait, "before_lookups", FAILS)
         assert vllm.attempt(request) == 0
         assert vllm.begin_store(request, request.keys) == []
         assert vllm.manager.stats()["scheduler_errors"] == 1
@@ -127,38 +127,38 @@ class TestErrors:
             vllm.schedule(request, 4)
 
 
-class TestSettled:
-    """What the connector asks before it leaves a step's end out."""
+class TestEndOfAPass:
+    """The connector leaves it out unless it is due."""
 
-    def test_means_that_rows_are_spare(self) -> None:
+    def test_is_due_until_rows_are_spare(self) -> None:
         vllm = Scheduling(slots=32 * 1024)
-        assert vllm.manager.settled
+        assert not vllm.manager.pass_end_is_due
         for number in range(33):
             vllm.fill(chunks(f"prompt {number}", 1024))
-        unsettled = 0
+        due = 0
         vllm.end_step()
-        while not vllm.manager.settled:
-            unsettled += 1
+        while vllm.manager.pass_end_is_due:
+            due += 1
             vllm.end_step()
-        assert unsettled == 32 * 1024 / 64 / 128, "128 rows at a time, until one in 64 is free"
+        assert due == 32 * 1024 / 64 / 128, "128 rows at a time, until one in 64 is free"
 
-    def test_means_that_nothing_is_fetched(self, vllm: Scheduling) -> None:
+    def test_is_due_while_something_is_fetched(self, vllm: Scheduling) -> None:
         request = waiting(vllm)
         vllm.end_step()
-        assert not vllm.manager.settled
+        assert vllm.manager.pass_end_is_due
         vllm.tier.end(vllm.tier.fetches[0])
         vllm.finish(request)
         vllm.end_step()
         vllm.end_step()
-        assert vllm.manager.settled
+        assert not vllm.manager.pass_end_is_due
 
-    def test_means_that_nobody_waits(self) -> None:
+    def test_is_due_after_a_request_was_put_off(self) -> None:
         """The next step may have no place for a request that this one put off."""
         vllm = slow_engine()
         assert vllm.attempt(vllm.ask(6, a=0)) is None
-        assert not vllm.manager.settled
+        assert vllm.manager.pass_end_is_due
         vllm.end_step()
-        assert vllm.manager.settled
+        assert not vllm.manager.pass_end_is_due
 
 
 class TestTwoGroups:

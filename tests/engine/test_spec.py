@@ -32,7 +32,7 @@ from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import identity
 from xinference_xavier.engine import spec as spec_module
-from xinference_xavier.engine.facts import EngineFacts, of_engine
+from xinference_xavier.engine.facts import EngineFacts, xavier_config
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import MIN_ROWS, WorkerNote, XavierSpec, rows_of
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker
@@ -88,7 +88,7 @@ def offloading_config(*, rank: int = 0, workers: int = 1) -> OffloadingConfig:
 def engine(model_folder: Path, cache_config: KVCacheConfig) -> EngineFacts:
     vllm_config = engine_config(model_folder)
     return replace(
-        EngineFacts.read(of_engine(vllm_config), vllm_config, cache_config),
+        EngineFacts.read(xavier_config(vllm_config), vllm_config, cache_config),
         config=options(),
         offloading=offloading_config(),
     )

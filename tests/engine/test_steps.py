@@ -10,7 +10,13 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from tests.engine.scheduling import FETCH_TIMEOUT, Scheduling
 from xinference_xavier.engine.costs import PrefillRate, StepCost
-from xinference_xavier.engine.workload import Step, Steps, goes_on, step_of, without_quiet
+from xinference_xavier.engine.workload import (
+    Step,
+    Steps,
+    drop_unchanged_requests,
+    is_steady_decode,
+    step_of,
+)
 
 
 class Cached(NamedTuple):
@@ -65,14 +71,14 @@ def test_requests_that_go_on_within_their_blocks_are_left_out() -> None:
     )
     step.scheduled_cached_reqs.resumed_req_ids.add("resumed")
     step.num_scheduled_tokens = {"new": 9, "grown": 1, "quiet": 1, "resumed": 1}
-    left = without_quiet(step)
+    left = drop_unchanged_requests(step)
     assert left.scheduled_cached_reqs.req_ids == ["grown", "resumed"]
     assert left.scheduled_cached_reqs.new_block_ids == [([7],), None]
     assert left.num_scheduled_tokens.keys() == {"new", "grown", "resumed"}
     assert step.scheduled_cached_reqs.num_reqs == 3, "vLLM still needs its own"
-    assert without_quiet(left) is left
+    assert drop_unchanged_requests(left) is left
     step.kv_cache_block_copies = [None]  # type: ignore[list-item]  # it is not read
-    assert without_quiet(step) is step
+    assert drop_unchanged_requests(step) is step
 
 
 def running() -> SchedulerOutput:
@@ -96,13 +102,13 @@ def running() -> SchedulerOutput:
     ],
     ids=["begins", "ends", "is preempted", "is resumed", "gets a block", "gets a copy"],
 )
-def test_a_step_goes_on_unless_something_happens_to_a_request(
+def test_a_step_is_a_steady_decode_unless_something_happens_to_a_request(
     happens: Callable[[SchedulerOutput], object],
 ) -> None:
     step = running()
-    assert goes_on(step)
+    assert is_steady_decode(step)
     happens(step)
-    assert not goes_on(step)
+    assert not is_steady_decode(step)
 
 
 # -- times -----------------------------------------------------------------------------------

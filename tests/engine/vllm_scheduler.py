@@ -35,9 +35,9 @@ from tests.engine.scheduling import CHUNK, ROW_BYTES, Scheduling, without_reques
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.facts import SchedulerFacts
+from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.waiting import Arrivals
 
 BLOCK_TOKENS = 32
 NOBODY = "127.0.0.1:1"
@@ -160,7 +160,7 @@ class Engine:
             facts, layout = spec.facts, spec.facts.layout(spec)
             self.own = Scheduling(
                 slots=64,
-                facts=SchedulerFacts.of_region(facts, layout, ROW_BYTES, shares=True),
+                facts=SchedulerFacts.for_region(facts, layout, ROW_BYTES, shares=True),
                 probes=partial(
                     without_requests,
                     chunk_tokens=layout.chunk_tokens,

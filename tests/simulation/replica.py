@@ -56,9 +56,9 @@ from xinference_xavier.engine import connector as connector_module
 from xinference_xavier.engine import identity
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.facts import SchedulerFacts
+from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.pool.pool import Pool, Row, RowState
 from xinference_xavier.pool.region import Region
 
@@ -182,7 +182,7 @@ class Replica:
             groups = spec.facts.layout(spec)
             self.manager = Manager(
                 replace(
-                    SchedulerFacts.of_region(
+                    SchedulerFacts.for_region(
                         spec.facts, groups, self.region.row_bytes, shares=True
                     ),
                     min_fetch_tokens=groups.chunk_tokens,
@@ -467,9 +467,8 @@ class Replica:
             - counts.quarantined,
             "requests in the manager": len(manager.requests),
             "jobs in the manager": bool(manager._jobs),
-            "fetches": len(manager.tier_lookup.fetches),
-            "deferred requests": len(manager.tier_lookup._deferred)
-            + len(manager.tier_lookup._plans),
+            "fetches": len(manager.fetches),
+            "deferred requests": len(manager.tier_lookup._attempts),
             "jobs of the worker": not self.copy_jobs.is_at_rest,
             "jobs in the worker's connector": len(self.connector._jobs),
             "requests in vLLM": len(self.scheduler.requests),

@@ -71,7 +71,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the pool is not reset": lambda patch: patch.setattr(Pool, "reset", _nothing),
     "the fast path is always taken": lambda patch: patch.setattr(
-        connector, "goes_on", lambda _: True
+        connector, "is_steady_decode", lambda _: True
     ),
     "nobody waits for copies of reused blocks": lambda patch: patch.setattr(
         CopyJobs, "wait", _nothing

@@ -40,16 +40,16 @@ from vllm.v1.request import Request
 
 from xinference_xavier import vllm_versions
 from xinference_xavier.engine import compat
-from xinference_xavier.engine.facts import EngineFacts, of_engine
+from xinference_xavier.engine.facts import EngineFacts, xavier_config
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
+from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.keys import stores_whole_chunks
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.unsupported import refuse_unsupported
-from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import OnlyLoads, WorkerSide
-from xinference_xavier.engine.workload import goes_on, step_of, without_quiet
+from xinference_xavier.engine.workload import drop_unchanged_requests, is_steady_decode, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class XavierConnector(WorkerSide):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         log_like_vllm()
-        config = of_engine(vllm_config)
+        config = xavier_config(vllm_config)
         vllm_versions.check(vllm.__version__, config.untested_vllm)
         refuse_unsupported(vllm_config)
         self._facts = EngineFacts.read(config, vllm_config, kv_cache_config)
@@ -199,15 +199,15 @@ class XavierConnector(WorkerSide):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._is_reset = False
         asked, self._asked = self._asked, False
-        if asked or not goes_on(scheduler_output):
+        if asked or not is_steady_decode(scheduler_output):
             self._counted = True
-            metadata = super().build_connector_meta(without_quiet(scheduler_output))
+            metadata = super().build_connector_meta(drop_unchanged_requests(scheduler_output))
             assert isinstance(metadata, OffloadingConnectorMetadata)
             for job_id, job in metadata.store_jobs.items():
                 self._check_store(job_id, job)
         else:
             metadata = OffloadingConnectorMetadata({}, {})
-            if not self._manager.settled:
+            if self._manager.pass_end_is_due:
                 self._manager.on_schedule_end(_NO_CHANGES)
         self._begin_step(scheduler_output)
         if self._reset_is_due and not self._manager.requests:

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from xinference_xavier.engine.costs import CostModel, PrefillRate
+from xinference_xavier.engine.fetches import Fetches, FetchPlan
 from xinference_xavier.engine.keys import Group
-from xinference_xavier.engine.request import Fetches, Request
+from xinference_xavier.engine.request import Request
 from xinference_xavier.peers import DISK_BIT, Source
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -24,18 +25,6 @@ _MAX_ATTEMPTS = 16  # to find where the windows of a hit are
 _ENOUGH = 8
 """Donors of measured speed among which to choose. Others are not tried as long as there are so
 many, because the first fetch from each opens a link."""
-
-
-class FetchPlan(NamedTuple):
-    """`keys` in the order of their tokens, to be divided equally among `donors`, the best first.
-
-    Without donors, other fetches bring all of them. The request does not wait for a probe.
-    """
-
-    donors: list[Source]
-    keys: list[bytes]
-    prefill_seconds: float | None  # that the fetch saves; None if unknown
-    is_probe: bool = False
 
 
 class _Reach(NamedTuple):
@@ -109,8 +98,8 @@ class DonorSelection:
         if self._peers.disk in donors:  # peers may have less, but faster
             return self.plan(request, deadline, now, without=DISK_BIT)
         if is_long:
-            self._cost_model.decisions.computed += not request.counted.computes
-            request.counted.computes = True
+            self._cost_model.decisions.computed += not request.counted.declined
+            request.counted.declined = True
         return self._probe(groups, now)
 
     def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:

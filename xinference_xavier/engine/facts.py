@@ -27,7 +27,7 @@ from xinference_xavier.errors import ConfigError
 from xinference_xavier.protocol.load import Serving
 
 
-def of_engine(vllm: VllmConfig) -> XavierConfig:
+def xavier_config(vllm: VllmConfig) -> XavierConfig:
     """Our configuration, which vLLM carries in its own. Raises ConfigError."""
     return XavierConfig.from_dict(_extra(vllm)[XAVIER])
 
@@ -51,7 +51,7 @@ class EngineFacts:
 
     @classmethod
     def read(cls, config: XavierConfig, vllm: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
-        """`config` is `of_engine(vllm)`. Raises ConfigError if the chunk size does not suit the
+        """`config` is `xavier_config(vllm)`. Raises ConfigError if the chunk size does not suit the
         model."""
         offloading = _offloading_config(vllm, cache)
         groups = {
@@ -143,7 +143,7 @@ class SchedulerFacts:
     shares: bool = True
 
     @classmethod
-    def of_region(
+    def for_region(
         cls, engine: EngineFacts, layout: Layout, row_bytes: int, shares: bool
     ) -> SchedulerFacts:
         config, scheduling = engine.config, engine.vllm.scheduler_config

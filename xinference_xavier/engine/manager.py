@@ -34,16 +34,19 @@ from xinference_xavier.engine.adapters import Adapters
 from xinference_xavier.engine.compat import key_positions, load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.engine.donors import DonorSelection
+from xinference_xavier.engine.evictor import Evictor
 from xinference_xavier.engine.facts import SchedulerFacts
+from xinference_xavier.engine.fetches import Fetches
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
+from xinference_xavier.engine.idle import NOTHING, Arrivals, IdleWait
 from xinference_xavier.engine.metrics import CommonBeginnings, FirstTokenTimes, stats_of
 from xinference_xavier.engine.probes import CanAudit, Probes
-from xinference_xavier.engine.request import Fetches, Jobs, Phase, Request
+from xinference_xavier.engine.request import Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
-from xinference_xavier.engine.waiting import Arrivals
+from xinference_xavier.engine.waiting import PeerPrefills
 from xinference_xavier.engine.workload import Steps, Workload
 from xinference_xavier.peers import DISK
-from xinference_xavier.pool.pool import Pool, Reservation, Row
+from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.hot_chunks import MAX_REQUESTS
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -54,10 +57,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 logger = logging.getLogger(__name__)
-
-_EVICTED_AHEAD = 128
-"""Rows that a step evicts at most. It takes a tenth of a millisecond, and a step that stores as
-many computes for much longer."""
 
 
 def _nothing_to_store() -> PrepareStoreOutput:
@@ -91,35 +90,29 @@ class XavierManager(OffloadingManager):
         self._unreported = Hits()  # of them, to vLLM
         self.first_tokens = FirstTokenTimes()
         self._beginnings = CommonBeginnings(self._holders)
-        self.settled = True  # the next step has nothing to do, unless vLLM asks for something
+        self.pass_end_is_due = False  # in the next step, even if vLLM asks for nothing
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
+        self._evictor = Evictor(pool, tier)
+        self._idle_wait = IdleWait(arrivals)
         self.prefill_rate = PrefillRate()
         self.steps = Steps(self.requests, self.prefill_rate, StepCost())
         self.cost_model = CostModel(tier.peers, row_bytes=facts.row_bytes)
-        fetches = Fetches(pool, self.cost_model, facts.fetch_timeout)
-        self._coming = fetches.by_chunk
+        self.fetches = Fetches(
+            pool, tier, self._evictor, self.cost_model, facts.fetch_timeout, clock
+        )
+        self._fetch_of_chunk = self.fetches.by_chunk
         self.selection = DonorSelection(
             pool,
             tier,
-            fetches,
+            self.fetches,
             self.prefill_rate,
             self.cost_model,
             min_fetch_tokens=facts.min_fetch_tokens,
             adaptive=facts.adaptive,
         )
+        self.peer_prefills = PeerPrefills(facts, pool, tier, self.selection, clock)
         self.tier_lookup = TierLookup(
-            pool,
-            tier,
-            fetches,
-            selection=self.selection,
-            cost_model=self.cost_model,
-            steps=self.steps,
-            reserve=self._reserve,
-            step_tokens=facts.step_tokens,
-            fetch_timeout=facts.fetch_timeout,
-            mark_key=facts.serving.mark_key,
-            arrivals=arrivals,
-            clock=clock,
+            pool, self.fetches, self.selection, self.peer_prefills, self.steps, clock
         )
         self.workload = Workload(facts, self.requests, self.steps, self.cost_model, clock)
 
@@ -139,7 +132,7 @@ class XavierManager(OffloadingManager):
             "prefill_tokens_per_s": rate,
             "seconds_saved": reused / rate if rate else 0.0,
             "fetch_decisions": self.cost_model.report(),
-            "waits": asdict(self.tier_lookup.wait_counts),
+            "waits": asdict(self.peer_prefills.counts),
         }
 
     def _can_audit(self, tokens: int) -> bool:
@@ -170,10 +163,10 @@ class XavierManager(OffloadingManager):
         reuses = prefix_tokens > 0 or reuses_parts
         request.looked_up(prefix_tokens, reuses, self.prefix_cache_is_stale)
         try:
-            self.tier_lookup.idle_wait.before_lookups(self.requests.keys(), request.pending)
+            self._idle_wait.before_lookups(self.requests.keys(), request.pending)
             if salt is not None and (probe := self.probes.of(salt)) is not None:
                 request.probe, request.counted.prompt = probe, True
-                request.settle()
+                request.stop_fetching()
             request.salt = salt
             if ambiguous:
                 request.excluded, self._all_share = True, False
@@ -192,7 +185,7 @@ class XavierManager(OffloadingManager):
         try:
             row_key: bytes = key
             if not self._all_share:
-                request = _of(req_context)
+                request = _request_of(req_context)
                 if (waits := self.tier_lookup.wait_for_adapter(key, request)) is not None:
                     return waits
                 if not request.shares:
@@ -203,24 +196,24 @@ class XavierManager(OffloadingManager):
             request = self.requests[req_context.req_id]
             if (
                 request.phase is Phase.COMPUTING
-                and row_key not in self._coming
+                and row_key not in self._fetch_of_chunk
                 and not self._holders(row_key)
             ):
                 return MISS  # most are like this
             return self.tier_lookup.lookup(row_key, request)
         except Exception:
             self.errors.caught("lookup")
-            _of(req_context).settle()
+            _request_of(req_context).stop_fetching()
             return MISS
 
     @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self.settled = False
-        began, evicted = self.tier_lookup.end_pass(), list[bytes]()
-        if not began:  # else the step has done enough
-            evicted = self.pool.evict_ahead(_EVICTED_AHEAD, self._is_redundant)
-            self._tier.on_evicted(evicted)
-        self.settled = began is None and not evicted
+        self.pass_end_is_due = True
+        ended = self.tier_lookup.end_pass()
+        self._idle_wait.pass_ended(ended or NOTHING)
+        # A step that begins a fetch has done enough.
+        evicted = (ended is None or ended.begun is None) and self._evictor.evict_ahead()
+        self.pass_end_is_due = ended is not None or evicted
 
     @guarded(nothing)
     def count_prompt(
@@ -269,17 +262,17 @@ class XavierManager(OffloadingManager):
     @guarded(bool)
     def wait_if_idle(self) -> bool:
         """Called in a step without tokens: see `IdleWait.nothing_runs`."""
-        return not self.steps.computing and self.tier_lookup.idle_wait.nothing_runs(
+        return not self.steps.computing and self._idle_wait.nothing_runs(
             self.requests.keys(), self._jobs.requests_loading, bool(self._jobs)
         )
 
     def has_pending_work(self) -> bool:
-        return bool(self.tier_lookup.fetches)
+        return bool(self.fetches)
 
     # -- loading and storing ------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        request = _of(req_context)
+        request = _request_of(req_context)
         rows = self.pool.pin([request.row_key(key) for key in keys])
         # Every key was a HIT in this step, and nothing was evicted since. Loading anything else
         # would produce wrong tokens, which is worse than a dead engine.
@@ -293,14 +286,14 @@ class XavierManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
         """Called by vLLM 0.32 and later, after `count_prompt`."""
-        request = _of(req_context)
+        request = _request_of(req_context)
         return load_source(request.fetched.get(request.row_key(key)))
 
     @guarded(_nothing_to_store)
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        request = _of(req_context)
+        request = _request_of(req_context)
         request.see_adapter()
         if not request.stores:
             return _nothing_to_store()
@@ -308,7 +301,7 @@ class XavierManager(OffloadingManager):
             ends = request.ends()
             keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.ends]
         offered = {request.row_key(key): key for key in keys}
-        rows, evicted = self._reserve(offered, request.row_keys() or list(offered))
+        rows, evicted = self._evictor.reserve(offered, request.row_keys() or list(offered))
         stored = [offered[row.key] for row in rows]
         positions = key_positions(req_context)
         for key, row in zip(stored, rows, strict=True):
@@ -320,19 +313,6 @@ class XavierManager(OffloadingManager):
             evicted_keys=[OffloadKey(key) for key in evicted],
         )
 
-    def _reserve(self, keys: Iterable[bytes], prefix: Sequence[bytes]) -> Reservation:
-        """Reserve rows for `keys` without evicting the prefix that they belong to."""
-        reservation = self.pool.reserve(keys, prefix, self._is_redundant)
-        self._tier.on_evicted(reservation.evicted)
-        return reservation
-
-    def _is_redundant(self, row: Row) -> bool:
-        """Whether the donor of this copy still holds the chunk."""
-        donor = row.replicated_from
-        return donor is not None and bool(
-            self._holders(row.key) & self._tier.peers.set_of((donor,))
-        )
-
     def void_store(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
         """vLLM's workers do not get all blocks of these chunks."""
         self._jobs.void_store(req_id, keys)
@@ -341,7 +321,7 @@ class XavierManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        request = _of(req_context)
+        request = _request_of(req_context)
         if request.probe is not None and success:
             taken = self._jobs.take_store(request.req_id, keys)
             self.probes.stored(request.probe, taken, request.ends())
@@ -358,6 +338,7 @@ class XavierManager(OffloadingManager):
         self._jobs.reset()
         self.probes.reset()
         self.tier_lookup.reset(self.requests.values())
+        self._tier.reset()
 
     def on_prefix_cache_reset(self, done: bool) -> None:
         """vLLM tried to empty its own prefix cache, which it refuses while any block is in use."""
@@ -383,7 +364,7 @@ class XavierManager(OffloadingManager):
         return stats_of(hits)
 
 
-def _of(context: ReqContext) -> Request:
+def _request_of(context: ReqContext) -> Request:
     """The request, even after its end: vLLM stores its last chunks then."""
     request: Request | None = context.get_state(Request)
     assert request is not None, "vLLM announces each request"

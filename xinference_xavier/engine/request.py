@@ -1,24 +1,23 @@
-"""The state of a request from arrival to end, and what is under way for requests: the fetches that
-they wait for, and vLLM's jobs.
+"""The state of a request from arrival to end, and vLLM's jobs for requests.
 
 | phase     | a lookup of a chunk that the pool lacks  | left for                                  |
 |-----------|------------------------------------------|-------------------------------------------|
 | LOOKING   | plans a fetch, or waits for a peer       | FETCHING: fetches began                   |
-|           |                                          | COMPUTING: nobody holds or computes it    |
-|           |                                          | SETTLED: reset, error, its own probe      |
+|           |                                          | COMPUTING: no peer holds or computes it   |
+|           |                                          | POOL_ONLY: reset, error, its own probe    |
 | FETCHING  | RETRY until the fetches end              | LOOKING: they ended                       |
-|           |                                          | SETTLED: too many donors failed; reset    |
+|           |                                          | POOL_ONLY: too many donors failed; reset  |
 | COMPUTING | MISS, unless a peer holds it by now      | LOOKING: a later pass, or a peer holds it |
-|           |                                          | SETTLED: reset, error                     |
-| SETTLED   | MISS                                     |                                           |
+|           |                                          | POOL_ONLY: reset, error                   |
+| POOL_ONLY | MISS                                     |                                           |
 
-Belongs to the scheduler thread. A fetch's rows stay pinned until no request waits for them.
+A request that waits for a peer stays LOOKING and has a `wait`, as it fetches what the peer has
+computed meanwhile. Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -28,15 +27,15 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from xinference_xavier.engine.adapters import Look, salted
 from xinference_xavier.engine.compat import key_positions
-from xinference_xavier.engine.costs import CostModel
+from xinference_xavier.engine.fetches import FetchPlan
 from xinference_xavier.engine.keys import Layout
-from xinference_xavier.engine.waiting import Wait
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import GROUP
 
 if TYPE_CHECKING:
     from xinference_xavier.engine.probes import Probe
+    from xinference_xavier.engine.waiting import Wait
 
 MAX_DONORS = 3
 """Failed donors after which a request is computed."""
@@ -48,7 +47,7 @@ class Phase(Enum):
     LOOKING = auto()
     FETCHING = auto()
     COMPUTING = auto()
-    SETTLED = auto()
+    POOL_ONLY = auto()
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +56,17 @@ class Counted:
 
     prompt: bool = True  # its tokens, since it was last looked up
     reported: bool = False  # to routers
-    computes: bool = False  # as a decision not to fetch what it could have
+    declined: bool = False  # a fetch that does not pay
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """What the lookups of one pass have found out about a request."""
+
+    is_planned: bool = False
+    plan: FetchPlan | None = None  # if there is anything to fetch, or to probe
+    deferred: dict[bytes, float] = field(default_factory=dict)
+    """The groups that defer it, each with the seconds that an idle engine may sleep."""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +94,7 @@ class Request:
     probe: Probe | None = None  # that it computes
     claim_asked: bool = False  # the tracker, whether a peer computes its prefix
     wait: Wait | None = None  # for that peer, even if it is over
+    attempt: Attempt | None = None  # in this pass, since its first missing chunk
     counted: Counted = field(default_factory=Counted)
     _groups: dict[bytes, list[bytes]] | None = None
 
@@ -159,24 +169,32 @@ class Request:
         self.counted.prompt = False
         self.see_adapter()
         self._groups = None  # it may have more keys than at the last time
-        self.looks_again()
+        self.resume_lookup()
 
-    def looks_again(self) -> None:
+    def resume_lookup(self) -> None:
         """There may be something to fetch after all."""
         if self.phase is Phase.COMPUTING:
             self.phase = Phase.LOOKING
 
-    def computes(self) -> None:
-        """Nobody holds or computes what is missing: the rest of this pass is MISS."""
+    def mark_computing(self) -> None:
+        """No peer holds or computes what is missing: the rest of this pass is MISS."""
         if self.phase is Phase.LOOKING:
             self.phase = Phase.COMPUTING
 
-    def waits_for(self, fetches: list[Fetch]) -> None:
+    def wait_for(self, fetches: list[Fetch]) -> None:
         """Wait for `fetches`, in the order of their rows. Until they end, the first chunk of each
         group in each of them gets a RETRY."""
         self.phase, self.fetches = Phase.FETCHING, fetches
         for fetch in fetches:
             self.retry_keys |= self.first_of_each_group(row.key for row in fetch.rows)
+
+    def is_deferred(self, key: bytes) -> bool:
+        """Whether a chunk of the key's group got a RETRY in this pass."""
+        return self.attempt is not None and key[GROUP] in self.attempt.deferred
+
+    def has_time(self, now: float) -> bool:
+        """Whether it may still wait for fetches."""
+        return self.deadline is None or now < self.deadline
 
     @property
     def pending(self) -> Fetch | None:
@@ -195,89 +213,19 @@ class Request:
                 self.failed.add(fetch.source)
         self.fetches = []
         if self.phase is Phase.FETCHING:
-            self.phase = Phase.SETTLED if len(self.failed) >= MAX_DONORS else Phase.LOOKING
+            self.phase = Phase.POOL_ONLY if len(self.failed) >= MAX_DONORS else Phase.LOOKING
 
-    def settle(self) -> None:
+    def stop_fetching(self) -> None:
         """Compute whatever the pool lacks, from now on."""
-        self.phase = Phase.SETTLED
+        self.phase = Phase.POOL_ONLY
 
     def reset(self) -> None:
         """The chunks that it waits for are void: it computes instead."""
         self.stale = True
         if self.fetches or self.wait is not None:
-            self.settle()
+            self.stop_fetching()
         self.fetches = []
-
-
-class Fetches:
-    """The fetches under way, and the requests that wait for each."""
-
-    def __init__(self, pool: Pool, cost_model: CostModel, patience: float) -> None:
-        """Rows stay pinned for their requests until `patience` seconds after the deadline."""
-        self._pool = pool
-        self._cost_model = cost_model
-        self._patience = patience
-        self._waiting: dict[Fetch, set[str]] = {}
-        self.by_chunk: dict[bytes, Fetch] = {}
-        """The fetch that brings a chunk, has just brought it, or has just failed to."""
-
-    def __iter__(self) -> Iterator[Fetch]:
-        return iter(self._waiting)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def bringing(self, key: bytes) -> Fetch | None:
-        """The fetch that brings `key`, or has just brought it."""
-        fetch = self.by_chunk.get(key)
-        return None if fetch is None or fetch.state is FetchState.ROLLED_BACK else fetch
-
-    def bringing_run(self, keys: Iterable[bytes]) -> list[Fetch]:
-        """The fetches that bring the leading `keys`, up to the first gap."""
-        found: dict[Fetch, None] = {}
-        for key in keys:
-            fetch = self.bringing(key)
-            if fetch is None:
-                break
-            found[fetch] = None
-        return list(found)
-
-    def by_source(self) -> Counter[str]:
-        """The number of pending fetches per source."""
-        return Counter(fetch.source for fetch in self if fetch.state is FetchState.PENDING)
-
-    def add(self, fetch: Fetch, is_probe: bool = False) -> None:
-        """Requests find the fetch, unless it is a probe."""
-        self._waiting[fetch] = set()
-        if not is_probe:
-            self.by_chunk.update(dict.fromkeys([row.key for row in fetch.rows], fetch))
-
-    def wait(self, req_id: str, fetch: Fetch) -> None:
-        self._waiting[fetch].add(req_id)
-
-    def stop_waiting(self, req_id: str) -> None:
-        for waiting in self._waiting.values():
-            waiting.discard(req_id)
-
-    def reset(self) -> None:
-        """Requests neither wait for the pending fetches any more nor find them."""
-        self.by_chunk.clear()
-        for waiting in self._waiting.values():
-            waiting.clear()
-
-    def settle(self, now: float) -> None:
-        """Learn from ended fetches, and unpin their rows once no request waits for them."""
-        for fetch, waiting in list(self._waiting.items()):
-            if fetch.state is FetchState.PENDING:
-                continue
-            self._cost_model.ended(fetch, now)
-            for row in fetch.rows:
-                if self.by_chunk.get(row.key) is fetch:
-                    del self.by_chunk[row.key]
-            # A waiting request takes its rows at once, unless vLLM has no blocks for it.
-            if not waiting or now > fetch.deadline + self._patience:
-                self._pool.unpin(fetch.committed)
-                del self._waiting[fetch]
+        self.attempt = None
 
 
 class Jobs:

@@ -36,12 +36,12 @@ from vllm.v1.kv_offload.base import (
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import identity, metrics
 from xinference_xavier.engine.facts import EngineFacts, SchedulerFacts
+from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.keys import PromptChunker
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Sketcher, describe_pages
-from xinference_xavier.engine.waiting import Arrivals
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.engine.workload import take_all
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
@@ -247,7 +247,7 @@ class XavierSpec(OffloadingSpec):
         )
         layout = facts.layout(self)
         manager = XavierManager(
-            SchedulerFacts.of_region(facts, layout, region.row_bytes, shares),
+            SchedulerFacts.for_region(facts, layout, region.row_bytes, shares),
             pool,
             tier,
             probes,

@@ -1,33 +1,26 @@
-"""Waiting: of a request for a peer that computes its prefix, and of an engine that has only such
-requests.
+"""Requests that wait for a peer which computes their prefix.
 
 A `Wait` goes on as long as the peer keeps up with what the request's own engine would have
 computed. The peer may be two steps behind, because it publishes a step's chunks only after the next
 step, and a quarter of the whole. However the wait ends, the chunks that have arrived are used.
 
-`IdleWait` blocks an engine for a few milliseconds at most. Without it, vLLM would look again at
-once, or after a millisecond, which costs processor time and Python's lock, and the fetch itself
-needs both. It blocks only while nothing else needs the thread: nothing computes, every unfinished
-request waits for us, and no other rank computes in step with this one. Whatever reaches the engine
-ends the wait. Where vLLM's input queue is not found, only these milliseconds are lost.
-
-Belongs to the scheduler thread; `Arrivals` also to the worker's. Any thread may read the counts.
-Times are monotonic seconds.
+Belongs to the scheduler thread. Any thread may read the counts. Times are monotonic seconds.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections.abc import Callable, Set
-from queue import Queue
-from typing import Any
+from collections.abc import Callable
 
-from vllm.config import VllmConfig
-
-from xinference_xavier.engine import compat
-from xinference_xavier.pool.tier import Claim, Fetch
+from xinference_xavier.engine.donors import DonorSelection
+from xinference_xavier.engine.facts import SchedulerFacts
+from xinference_xavier.engine.request import Request
+from xinference_xavier.peers import DISK_BIT
+from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.tier import Claim
+from xinference_xavier.protocol.load import mark_of
+from xinference_xavier.protocol.tracker import GROUP
+from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.stats.schema import WaitCounts
 
 MIN_PREFILL_SECONDS = 1.0
@@ -35,6 +28,8 @@ MIN_PREFILL_SECONDS = 1.0
 _POLLS_PER_STEP = 50
 _MAX_PAUSE = 0.05
 _ANSWER_TIMEOUT = 1.0  # only for a loop that hangs: the replica gives up earlier
+_TRANSIT = 0.25
+"""Seconds that a request may take longer to the replica that prefills it than to this one."""
 _STEPS_BEHIND = 2
 _SLACK = 0.25
 
@@ -43,16 +38,22 @@ class Wait:
     """One request's wait, which begins `now`.
 
     `local_seconds(n)` is how long the request's own engine takes for the first n chunks. It
-    computes `step` chunks at a time.
+    computes `step` chunks at a time. If a router has named the `peer` that computes them, it may
+    begin `head_start` seconds later than this engine would.
     """
 
     def __init__(
-        self, claim: Claim, local_seconds: Callable[[int], float], step: int, now: float
+        self,
+        claim: Claim,
+        local_seconds: Callable[[int], float],
+        step: int,
+        now: float,
+        peer: str = "",
+        head_start: float = 0.0,
     ) -> None:
         self.claim = claim
-        self.peer = ""
-        """The peer that computes the keys, if a router has named it."""
-        self.head_start = 0.0  # seconds that the peer may begin later than this engine would
+        self.peer = peer
+        self._head_start = head_start
         self._began = now
         self._local_seconds = local_seconds
         self._step = step
@@ -68,8 +69,8 @@ class Wait:
         """Whether the peer was told to compute, and this engine expects that it does."""
         return bool(self.peer) and not (self._gave_up or self._is_counted)
 
-    def goes_on(self, is_computed: Callable[[bytes], bool], now: float) -> bool:
-        """Whether the request should go on waiting."""
+    def peer_keeps_up(self, is_computed: Callable[[bytes], bool], now: float) -> bool:
+        """Whether waiting still pays. The tracker's answer has a second to arrive."""
         held_by_peer = self.claim.held_by_peer
         if held_by_peer is None:
             return now < self._began + _ANSWER_TIMEOUT
@@ -78,7 +79,7 @@ class Wait:
         if self._computed >= held_by_peer:
             return False
         allowed = min(self._computed + _STEPS_BEHIND * self._step, len(self.claim.keys))
-        own = self.head_start + self._local_seconds(allowed)
+        own = self._head_start + self._local_seconds(allowed)
         self._gave_up = now >= self._began + own + _SLACK * self.claim.seconds
         return not self._gave_up
 
@@ -94,77 +95,104 @@ class Wait:
         counts.given_up += self._gave_up
 
 
-_MAX_WAIT = 0.005  # seconds for a fetch, at a time
-_SLICE = 0.001  # seconds until an arrival is noticed; vLLM pauses as long between two empty steps
+class PeerPrefills:
+    """Decides which requests wait for a prefill at a peer."""
 
+    def __init__(
+        self,
+        facts: SchedulerFacts,
+        pool: Pool,
+        tier: PeerTier,
+        selection: DonorSelection,
+        clock: Callable[[], float],
+    ) -> None:
+        self.counts = WaitCounts()
+        self._facts = facts
+        self._pool = pool
+        self._tier = tier
+        self._selection = selection
+        self._clock = clock
 
-class Arrivals:
-    """What reached the engine and vLLM has not looked at yet: requests, aborts, calls.
-
-    Where `received` is not known, no wait is longer than vLLM's own pause.
-    """
-
-    def __init__(self, received: Queue[Any] | None) -> None:
-        self._received = received
-
-    @classmethod
-    def at(cls, config: VllmConfig) -> Arrivals | None:
-        """The arrivals of the engine that is being made on this thread. None if it must not wait,
-        because other ranks compute in step with it."""
-        parallel = config.parallel_config
-        if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
-            return None
-        return cls(getattr(compat.engine_core(), "input_queue", None))
-
-    def wait(self, ended: Callable[[float], object], seconds: float) -> None:
-        """Wait until something arrives, for `seconds` at most, or until `ended` is true, which
-        itself waits for as many seconds as it is told."""
-        if self._received is None:
-            ended(min(seconds, _SLICE))
-            return
-        until = time.monotonic() + seconds
-        while self._received.empty() and (left := until - time.monotonic()) > 0:
-            if ended(min(left, _SLICE)):
-                return
-
-
-class IdleWait:
-    """Without `arrivals`, the engine never waits."""
-
-    def __init__(self, arrivals: Arrivals | None) -> None:
-        self._arrivals = arrivals
-        self._idle = False  # since the latest step
-        self._deferred: Set[str] = frozenset()
-        self._begun: Fetch | None = None
-        self._pause = 0.0
-
-    def pass_ended(self, deferred: Set[str], begun: Fetch | None, pause: float) -> None:
-        """The scheduling attempt deferred these requests and began the fetch `begun`, if any.
-        `pause` is how many seconds an idle engine may sleep."""
-        self._idle = False
-        self._deferred, self._begun, self._pause = deferred, begun, pause
-
-    def nothing_runs(self, requests: Set[str], loading: Set[str], copying: bool) -> bool:
-        """Block briefly if every one of the unfinished `requests` is itself waiting. `loading` are
-        those with a load under way; the workers are `copying` if they load or store anything.
-
-        Returns whether the workers may block for their loads instead: then this step must go on,
-        because it may be the one that hands the loads over.
-        """
-        if self._arrivals is None or not requests - loading <= self._deferred:
+    def awaited(self, request: Request) -> bool:
+        """Whether the request waits for a peer that keeps up."""
+        wait = request.wait
+        if wait is None or not self._tier.ready or request.failed:
             return False
-        if copying:
-            return bool(loading)
-        self._idle = True
-        if self._begun is not None:  # leave Python's lock to the thread that runs it
-            self._arrivals.wait(self._begun.ended.wait, _MAX_WAIT)
-        elif self._pause:
-            self._arrivals.wait(threading.Event().wait, self._pause)
-        return False
+        if wait.peer and not self._tier.can_load_from(wait.peer):
+            return False
+        return wait.peer_keeps_up(self._is_computed, self._clock())
 
-    def before_lookups(self, requests: Set[str], pending: Fetch | None) -> None:
-        """Wait for the fetch that the first request of the queue needs. If it arrives, the request
-        is scheduled one step earlier."""
-        idle, self._idle = self._idle, False  # a request behind it may find the engine busy
-        if idle and pending and self._arrivals is not None and requests <= self._deferred:
-            self._arrivals.wait(pending.ended.wait, _MAX_WAIT)
+    def wait_of(self, request: Request, key: bytes) -> Wait | None:
+        """The request's wait, even if it is over. It begins at the first missing chunk, `key`."""
+        if not request.claim_asked:
+            request.claim_asked = True
+            request.wait = self._begin(key, request)
+        return request.wait
+
+    def pays(self, request: Request, key: bytes) -> bool:
+        """Whether the request should wait for the missing chunk `key`."""
+        return self.awaited(request) and self._selection.may_become_worth_fetching(
+            key, request, self._clock()
+        )
+
+    def scheduled(self, request: Request) -> None:
+        if request.wait is not None:
+            request.wait.count(self.counts)
+
+    def finished(self, request: Request) -> None:
+        self.scheduled(request)
+        if request.wait is not None and not request.wait.claim.held_by_peer:
+            self._tier.release_claim(request.wait.claim)
+
+    def _begin(self, key: bytes, request: Request) -> Wait | None:
+        """Wait for the chunks from the first missing one on, if a peer computes them, perhaps."""
+        group = request.layout.group(key)
+        keys = request.groups().get(key[GROUP], [])
+        if key not in keys:  # of a part of a chunk
+            return None
+        size = group.chunk_tokens
+        # vLLM looks windows up from the end.
+        place = keys.index(key) if group.window is None else request.prefix_tokens // size
+        missing = keys[place:]
+        if not self._tier.ready or self._is_at_peer(missing[0]):  # held but not worth fetching
+            return None
+        step = -(-self._facts.step_tokens // size)
+        return self._marked(request.req_id, missing, step) or self._claimed(
+            missing, place * size, size, step
+        )
+
+    def _marked(self, req_id: str, missing: list[bytes], step: int) -> Wait | None:
+        """If a router has sent the prompt to a peer, too, there is nothing to ask."""
+        mark = mark_of(req_id, self._facts.serving.mark_key)
+        if mark is None:
+            return None
+        share = mark.seconds / len(missing)
+        claim = Claim(missing, mark.seconds, held_by_peer=len(missing))
+        return Wait(
+            claim,
+            lambda chunks: chunks * share,
+            step,
+            self._clock(),
+            peer=mark.replica,
+            head_start=mark.queue + _TRANSIT,
+        )
+
+    def _claimed(self, missing: list[bytes], start: int, size: int, step: int) -> Wait | None:
+        """Ask whether a peer computes the chunks from the token `start` on, if that takes long."""
+
+        def local_seconds(chunks: int) -> float:
+            return self._selection.prefill_seconds(start, start + chunks * size) or 0.0
+
+        seconds = local_seconds(len(missing))
+        if seconds < MIN_PREFILL_SECONDS or len(missing) * size < self._selection.min_tokens:
+            return None
+        claim = self._tier.claim(missing, seconds)
+        return None if claim is None else Wait(claim, local_seconds, step, self._clock())
+
+    def _is_computed(self, key: bytes) -> bool:
+        return self._is_at_peer(key) or self._pool.lookup(key) is not None
+
+    def _is_at_peer(self, key: bytes) -> bool:
+        """Whether a peer holds the chunk. What is on the host's disk does not say what peers are
+        computing."""
+        return bool(self._tier.holders(key) & ~DISK_BIT)

@@ -44,7 +44,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 from xinference_xavier.engine.compat import host_unregister
-from xinference_xavier.engine.waiting import Arrivals
+from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.pool.region import COPY_THREADS, ROW_ALIGNMENT, Region, copy_threads
 
 if TYPE_CHECKING:

@@ -152,7 +152,7 @@ MAX_DECODE_TOKENS = 16
 """Most tokens of a decoding request in one step: one, and the speculated ones."""
 
 
-def goes_on(step: SchedulerOutput) -> bool:
+def is_steady_decode(step: SchedulerOutput) -> bool:
     """True if every request only appends to its current block, so the offloading scheduler has
     nothing to do, unless it was called earlier in this step."""
     cached = step.scheduled_cached_reqs
@@ -166,27 +166,29 @@ def goes_on(step: SchedulerOutput) -> bool:
     )
 
 
-def without_quiet(step: SchedulerOutput) -> SchedulerOutput:
-    """The step without the requests that go on within their blocks, as most do while they answer.
+def drop_unchanged_requests(step: SchedulerOutput) -> SchedulerOutput:
+    """The step without the requests that stay within their blocks, as most do while they answer.
 
     A full block is followed by a new one, or by the end. So vLLM stores the same chunks, those that
     answers have filled a step later than otherwise.
     """
     cached = step.scheduled_cached_reqs
-    loud = {
+    changed = {
         req_id: blocks
         for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
         if blocks or req_id in cached.resumed_req_ids
     }
-    if len(loud) == len(cached.req_ids) or compat.copies_blocks(step):
+    if len(changed) == len(cached.req_ids) or compat.copies_blocks(step):
         return step
-    quiet = set(cached.req_ids) - loud.keys()
+    unchanged = set(cached.req_ids) - changed.keys()
     without = copy(step)
     without.scheduled_cached_reqs = copy(cached)
-    without.scheduled_cached_reqs.req_ids = list(loud)
-    without.scheduled_cached_reqs.new_block_ids = list(loud.values())
+    without.scheduled_cached_reqs.req_ids = list(changed)
+    without.scheduled_cached_reqs.new_block_ids = list(changed.values())
     without.num_scheduled_tokens = {
-        req_id: count for req_id, count in step.num_scheduled_tokens.items() if req_id not in quiet
+        req_id: count
+        for req_id, count in step.num_scheduled_tokens.items()
+        if req_id not in unchanged
     }
     return without
 
