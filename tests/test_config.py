@@ -11,10 +11,9 @@ from xinference_xavier.config import (
     ENABLE,
     UPSTREAM_OPTIONS,
     XavierConfig,
-    configuration,
     for_worker,
     kv_transfer_config,
-    own_transfer_config,
+    own_config,
     take_launch_options,
 )
 from xinference_xavier.errors import ConfigError
@@ -268,27 +267,21 @@ def test_the_engine_is_told_our_connector_and_spec_in_json() -> None:
     assert transfer["kv_connector_module_path"] == "xinference_xavier.engine.entry"
     assert transfer["kv_role"] == "kv_both"
     assert transfer["kv_connector_extra_config"]["spec_name"] == "XavierSpec"
-    assert configuration(transfer) == CONFIG
+    assert own_config(transfer) == CONFIG
 
 
 def test_ours_is_recognized_even_as_text() -> None:
     ours = kv_transfer_config(CONFIG)
-    assert own_transfer_config(ours) == ours
-    assert own_transfer_config(json.dumps(ours)) == ours
+    assert own_config(ours) == own_config(json.dumps(ours)) == CONFIG
     for other in (None, {}, {"kv_connector": "XavierConnector"}, "{}", "not JSON", "[]", 7):
-        assert own_transfer_config(other) is None
+        assert own_config(other) is None
 
 
 def test_a_replica_added_on_another_worker_starts_from_the_supervisor_s_values() -> None:
     """xinference replays the first worker's launch arguments on the second."""
-    transfer = kv_transfer_config(CONFIG)
-    first = for_worker(transfer, worker_address="0.0.0.0:70", supervisor_address="0.0.0.0:9999")
-    assert transfer == kv_transfer_config(CONFIG)
-    this_host = configuration(first)
-    assert this_host.worker_address == "127.0.0.1:70"
-    assert this_host.tracker_address == "127.0.0.1:9999"
-    replayed = json.loads(json.dumps(first))
-    second = configuration(
-        for_worker(replayed, worker_address="10.0.0.2:70", supervisor_address="10.0.0.1:9999")
-    )
-    assert (second.worker_address, second.tracker_address) == ("10.0.0.2:70", "10.0.0.1:9999")
+    first = for_worker(CONFIG, worker_address="0.0.0.0:70", supervisor_address="0.0.0.0:9999")
+    assert (first.worker_address, first.tracker) == ("127.0.0.1:70", "127.0.0.1:9999")
+    replayed = own_config(json.loads(json.dumps(kv_transfer_config(first))))
+    assert replayed is not None
+    second = for_worker(replayed, worker_address="10.0.0.2:70", supervisor_address="10.0.0.1:9999")
+    assert (second.worker_address, second.tracker) == ("10.0.0.2:70", "10.0.0.1:9999")

@@ -2,9 +2,8 @@
 
 That dictionary of vLLM's is the only thing that serving hands to the engine.
 
-xinference logs it, so it holds no secret. xinference may use it again for a launch on
-another worker, so each launch derives the worker's values from those that the supervisor wrote.
-Sizes are in bytes, times in seconds.
+xinference logs it, so it holds no secret. xinference may use it again for a launch on another
+worker, which replaces the fields that are a worker's own. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -80,7 +79,8 @@ class XavierConfig:
     which. ``roles`` are those of the launch's replicas, ``role`` is this one's. ``replica`` is the
     replica's name without xinference. ``from_environment`` are the fields whose values are the
     cluster's defaults. ``replaced_vllm`` is the older version of vLLM that the model's definition
-    asks for, where the launch has replaced it.
+    asks for, where the launch has replaced it. ``tracker_address`` may have a wildcard as its host:
+    ``supervisor_address`` is an address of the same host, as the replica's worker reaches it.
     """
 
     model_uid: str
@@ -109,9 +109,15 @@ class XavierConfig:
     roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
     role: Role = "any"
     worker_address: str | None = None
+    supervisor_address: str | None = None
     replicas_per_host: int = 1
     engines: int = 1
     replica: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None
+
+    @property
+    def tracker(self) -> str:
+        """The tracker's address as this replica reaches it."""
+        return reachable_address(self.tracker_address, via=self.supervisor_address)
 
     @property
     def least_fetch_tokens(self) -> int:
@@ -314,7 +320,6 @@ _DEFAULTS = {
 CONNECTOR = "XavierConnector"
 _MODULE = "xinference_xavier.engine.entry"
 _EXTRA = "kv_connector_extra_config"
-_AS_LAUNCHED = "xavier_as_launched"
 
 
 def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
@@ -335,51 +340,41 @@ def kv_transfer_config(config: XavierConfig) -> dict[str, Any]:
     }
 
 
-def own_transfer_config(value: object) -> dict[str, Any] | None:
-    """``value`` as a dictionary if it is ours, perhaps as JSON text; else None."""
-    if isinstance(value, str):
+def own_config(transfer: object) -> XavierConfig | None:
+    """The configuration in a launch's ``kv_transfer_config``, perhaps JSON text; None if that is
+    missing or another's. Raises ConfigError."""
+    if isinstance(transfer, str):
         try:
-            value = json.loads(value)
+            transfer = json.loads(transfer)
         except ValueError:
             return None
-    if isinstance(value, dict) and value.get("kv_connector_module_path") == _MODULE:
-        return value
+    if isinstance(transfer, dict) and transfer.get("kv_connector_module_path") == _MODULE:
+        return XavierConfig.from_dict(transfer[_EXTRA][XAVIER])
     return None
 
 
-def configuration(transfer: Mapping[str, Any]) -> XavierConfig:
-    """The configuration in ``transfer``. Raises ConfigError."""
-    return XavierConfig.from_dict(transfer[_EXTRA][XAVIER])
-
-
 def for_worker(
-    transfer: Mapping[str, Any],
+    config: XavierConfig,
     *,
     worker_address: str,
     supervisor_address: str | None,
     number: int = -1,
     engines: int = 1,
     replaced_vllm: str | None = None,
-) -> dict[str, Any]:
-    """A copy for one replica on the worker at ``worker_address``.
+) -> XavierConfig:
+    """The configuration of one replica on the worker at ``worker_address``.
 
-    ``supervisor_address`` is the supervisor's address as that worker reaches it. The replica's
-    ``number`` decides which of the ``roles`` it has. With data parallelism it has several
-    ``engines`` there, which divide its pool's memory.
+    The replica's ``number`` decides which of the ``roles`` it has. With data parallelism it has
+    several ``engines`` there, which divide its pool's memory.
     """
-    extra: dict[str, Any] = dict(transfer[_EXTRA])
-    extra.setdefault(_AS_LAUNCHED, extra[XAVIER])
-    config = XavierConfig.from_dict(extra[_AS_LAUNCHED])
-    local = replace(
+    return replace(
         config,
         engines=engines,
         replaced_vllm=replaced_vllm,
-        tracker_address=reachable_address(config.tracker_address, via=supervisor_address),
+        supervisor_address=supervisor_address,
         worker_address=reachable_address(worker_address),
         role=dict(enumerate(config.roles or ())).get(number, "any"),
     )
-    extra[XAVIER] = local.to_dict()
-    return {**transfer, _EXTRA: extra}
 
 
 WITHOUT_US = f"launch with {BACKEND}=builtin, or without {ENABLE}=true"

@@ -17,7 +17,7 @@ from examples.processes import free_port
 from tests.harness.replicas import MODEL, ReplicaProcess
 from xinference_xavier.cli import standalone
 from xinference_xavier.cli.commands import main
-from xinference_xavier.config import XavierConfig, configuration, own_transfer_config
+from xinference_xavier.config import XavierConfig, own_config
 from xinference_xavier.options import PARSERS, RETIRED
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.aio import within
@@ -35,9 +35,9 @@ def told(*words: str) -> XavierConfig:
     result = configure("m", *ADDRESS, *words)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") == 1, "one line, to be passed as one argument"
-    transfer = own_transfer_config(result.stdout)
-    assert transfer is not None
-    return configuration(transfer)
+    config = own_config(result.stdout)
+    assert config is not None
+    return config
 
 
 def weights(address: str, version: str) -> tuple[int, str]:

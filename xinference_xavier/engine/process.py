@@ -119,7 +119,7 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
         try:
             cause = str(error) if known else f"{type(error).__name__}: {error}"
             call = ("report_startup_error", replica, cause)
-            asyncio.run(ask(_REPORT_TIMEOUT, config.tracker_address, uid, *call))
+            asyncio.run(ask(_REPORT_TIMEOUT, config.tracker, uid, *call))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 

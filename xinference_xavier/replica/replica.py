@@ -179,7 +179,7 @@ class Replica:
         self._disk = tier.disk
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing
-        self._host = own_host(config.host, config.tracker_address)
+        self._host = own_host(config.host, config.tracker)
         self._thread = LoopThread("xavier-replica", self._begin)
         self.process = TransferProcess(
             region,

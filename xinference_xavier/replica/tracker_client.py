@@ -63,7 +63,7 @@ class TrackerLocation:
         supervisor raise."""
         is_first, self._is_first = self._is_first, False
         if is_first or self._config.worker_address is None:
-            return self._config.tracker_address
+            return self._config.tracker
         worker = await xoscar.actor_ref(self._config.worker_address, _WORKER_UID)
         supervisor = await worker.get_supervisor_ref(add_worker=False)
         try:
@@ -74,7 +74,7 @@ class TrackerLocation:
             # A restarted supervisor knows no model until its workers register again, which they do
             # only every 15 s. If ours has registered already, this does nothing.
             await worker.get_supervisor_ref(add_worker=True)
-            return self._config.tracker_address
+            return self._config.tracker
         return reachable_address(address, via=supervisor.address)
 
 

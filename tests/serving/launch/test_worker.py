@@ -64,7 +64,7 @@ async def test_a_worker_puts_itself_into_our_configuration() -> None:
     assert kept["dtype"] == "auto"
     config = config_of(kept)
     assert config.worker_address == "127.0.0.1:70"
-    assert config.tracker_address == "10.0.0.1:9999"
+    assert config.tracker == "10.0.0.1:9999"
     assert config.pool_bytes is None, "only the engine knows its KV cache"
     assert kept["envs"] == {SHARES: "1"}
     assert kept["virtual_env_packages"] is None, "what is installed does"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from xinference_xavier.config import XavierConfig, configuration, for_worker, own_transfer_config
+from xinference_xavier.config import XavierConfig, for_worker, kv_transfer_config, own_config
 from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.protocol.tracker import Member, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
@@ -33,7 +33,7 @@ _CALL_TIMEOUT = 5.0
 
 async def _ask_tracker(config: XavierConfig, method: str, replica: str) -> Any:
     uid = tracker_uid(config.model_uid)
-    return await ask(_CALL_TIMEOUT, config.tracker_address, uid, method, replica)
+    return await ask(_CALL_TIMEOUT, config.tracker, uid, method, replica)
 
 
 async def wait_until_serving(worker: Any, replica: str, config: XavierConfig, engines: int) -> None:
@@ -83,14 +83,13 @@ async def _until_warm(members: list[Member], config: XavierConfig) -> None:
 def localizing_launch(original: Method) -> Method:
     @functools.wraps(original)
     async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        transfer = own_transfer_config(kwargs.get("kv_transfer_config"))
-        if transfer is not None:
+        config = own_config(kwargs.get("kv_transfer_config"))
+        if config is not None:
             name = args[0] if args else kwargs["model_uid"]
-            config = configuration(transfer)
             found = environment(kwargs, config.untested_vllm)
             await refuse_unresolvable(kwargs, found)
-            kwargs["kv_transfer_config"] = for_worker(
-                transfer,
+            local = for_worker(
+                config,
                 worker_address=worker.address,
                 supervisor_address=seam.supervisor_address(worker),
                 number=seam.replica_number(name),
@@ -98,8 +97,9 @@ def localizing_launch(original: Method) -> Method:
                 # A launch that is replayed names what has replaced the pin.
                 replaced_vllm=found.replaced or config.replaced_vllm,
             )
+            kwargs["kv_transfer_config"] = kv_transfer_config(local)
             kwargs["virtual_env_packages"] = found.packages
-            shares = UNTESTED if config.untested_vllm else "1"
+            shares = UNTESTED if local.untested_vllm else "1"
             kwargs["envs"] = {**(kwargs.get("envs") or {}), SHARES: shares}
             try:
                 return await original(worker, *args, **kwargs)
@@ -116,7 +116,7 @@ def refusing_replica(original: Method) -> Method:
 
     @functools.wraps(original)
     async def launch(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        if own_transfer_config(kwargs.get("kv_transfer_config")) is not None:
+        if own_config(kwargs.get("kv_transfer_config")) is not None:
             raise is_off()
         return await original(worker, *args, **kwargs)
 
@@ -133,16 +133,16 @@ def explaining_load(original: Method) -> Method:
 
     @functools.wraps(original)
     async def wait_for_load(worker: Any, model_uid: str, *args: Any, **kwargs: Any) -> Any:
-        transfer = own_transfer_config(seam.launch_of(worker, model_uid).get("kv_transfer_config"))
+        config = own_config(seam.launch_of(worker, model_uid).get("kv_transfer_config"))
         try:
             return await original(worker, model_uid, *args, **kwargs)
         except Exception as error:
-            if transfer is None:
+            if config is None:
                 raise
             # vLLM only says that its engine did not start.
             cause: str | None = None
             with suppress(*UNREACHABLE):
-                cause = await _ask_tracker(configuration(transfer), "pop_startup_error", model_uid)
+                cause = await _ask_tracker(config, "pop_startup_error", model_uid)
             if cause is None:
                 raise
             raise ReplicaStartError(cause) from error
@@ -157,9 +157,9 @@ def serving_when_ready(original: Method) -> Method:
     @functools.wraps(original)
     async def update(worker: Any, model_uid: str, state: str, *args: Any, **kwargs: Any) -> Any:
         launch = seam.launch_of(worker, model_uid)
-        transfer = own_transfer_config(launch.get("kv_transfer_config"))
-        if state == "ready" and transfer is not None:
-            model, config = seam.model_on(worker, model_uid), configuration(transfer)
+        config = own_config(launch.get("kv_transfer_config"))
+        if state == "ready" and config is not None:
+            model = seam.model_on(worker, model_uid)
             await wait_until_serving(worker, model_uid, config, _engines(launch))
             if seam.model_on(worker, model_uid) is not model:
                 return None  # it was terminated meanwhile
