@@ -172,7 +172,7 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/connector.py",
-        "        self._manager.prefix_cache_is_stale = True\n",
+        "        self._manager.on_weights_changed()\n",
         "",
         "after weights changed in place, blocks of the former ones are stored",
         ("tests/engine/test_resets.py",),

@@ -21,6 +21,7 @@ from tests.engine.vllm_scheduler import (
     slide_one_layer,
 )
 from xinference_xavier.engine.connector import XavierConnector
+from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.worker import OnlyLoads
 from xinference_xavier.errors import ConfigError
 
@@ -53,6 +54,18 @@ def test_a_chunk_is_not_longer_than_the_sliding_window(
 ) -> None:
     slide_one_layer(cache_config, 100)
     assert worker(engine_config(model_folder), cache_config)._spec().blocks_per_chunk == 3
+
+
+def test_what_a_spec_has_started_ends_with_the_connector(
+    model_folder: Path, cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica, on the scheduler's side."""
+    closed: list[XavierSpec] = []
+    monkeypatch.setattr(XavierSpec, "close", lambda spec: closed.append(spec))
+    connector = worker(engine_config(model_folder), cache_config)
+    spec = connector._spec()
+    connector.shutdown()
+    assert closed == [spec]
 
 
 def test_a_load_makes_a_step_that_has_nothing_else(engine: Engine) -> None:

@@ -131,7 +131,7 @@ class XavierConnector(WorkerSide):
     def _leave_weights(self, cause: str) -> None:
         if not self._is_reset:  # else it is one more call of many for one change
             logger.info("weights may have changed, so the pool is emptied: cause=%s", cause)
-        self._manager.prefix_cache_is_stale = True
+        self._manager.on_weights_changed()
         self.reset_cache()
 
     def _spec(self, layers: Mapping[str, torch.Tensor] = {}) -> XavierSpec:
@@ -259,9 +259,8 @@ class XavierConnector(WorkerSide):
     def take_events(self) -> Iterable[KVCacheEvent]:
         """End the step: vLLM calls this once per step, when it has the step's output. It has events
         of its own blocks; the pool has none."""
-        self._workload.free_tokens = (
-            self._cache.block_pool.get_num_free_blocks() * self._facts.block_tokens
-        )
+        free_blocks = self._cache.block_pool.get_num_free_blocks()
+        self._workload.blocks_freed(free_blocks * self._facts.block_tokens)
         ended = self._steps.end(time.monotonic())
         if self._unflushed_steps is not None and ended is not None:
             self._unflushed_steps -= 1

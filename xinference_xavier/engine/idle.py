@@ -66,6 +66,7 @@ class PassEnd(NamedTuple):
 
 
 NOTHING = PassEnd()
+"""There was nothing to do."""
 
 
 class IdleWait:

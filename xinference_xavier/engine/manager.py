@@ -78,16 +78,16 @@ class XavierManager(OffloadingManager):
         self.facts = facts
         self.pool, self._held = pool, pool.held
         self._tier, self._holders = tier, tier.holders
-        self.probes = probes(self._can_audit)
         self.errors = SchedulerErrors(logger)
         self.requests: dict[str, Request] = {}  # unfinished ones by id
         self.adapters = Adapters(clock)
-        self.prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
+        self._prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
         self._all_share = facts.shares  # all requests, so far
         self._finished_requests = 0
         self._jobs = Jobs(pool)
         self._hits = Hits()
         self._unreported = Hits()  # of them, to vLLM
+        self.probes = probes(self._can_audit)
         self.first_tokens = FirstTokenTimes()
         self._beginnings = CommonBeginnings(self._holders)
         self.pass_end_is_due = False  # in the next step, even if vLLM asks for nothing
@@ -161,7 +161,7 @@ class XavierManager(OffloadingManager):
         does not tell of which."""
         request = self.requests[req_id]
         reuses = prefix_tokens > 0 or reuses_parts
-        request.looked_up(prefix_tokens, reuses, self.prefix_cache_is_stale)
+        request.looked_up(prefix_tokens, reuses, self._prefix_cache_is_stale)
         try:
             self._idle_wait.before_lookups(self.requests.keys(), request.pending)
             if salt is not None and (probe := self.probes.of(salt)) is not None:
@@ -210,10 +210,10 @@ class XavierManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.pass_end_is_due = True
         ended = self.tier_lookup.end_pass()
-        self._idle_wait.pass_ended(ended or NOTHING)
+        self._idle_wait.pass_ended(ended)
         # A step that begins a fetch has done enough.
-        evicted = (ended is None or ended.begun is None) and self._evictor.evict_ahead()
-        self.pass_end_is_due = ended is not None or evicted
+        evicted = ended.begun is None and self._evictor.evict_ahead()
+        self.pass_end_is_due = ended is not NOTHING or evicted
 
     @guarded(nothing)
     def count_prompt(
@@ -340,9 +340,13 @@ class XavierManager(OffloadingManager):
         self.tier_lookup.reset(self.requests.values())
         self._tier.reset()
 
+    def on_weights_changed(self) -> None:
+        """vLLM keeps its own prefix cache although other weights may have computed it."""
+        self._prefix_cache_is_stale = True
+
     def on_prefix_cache_reset(self, done: bool) -> None:
         """vLLM tried to empty its own prefix cache, which it refuses while any block is in use."""
-        self.prefix_cache_is_stale = not done
+        self._prefix_cache_is_stale = not done
         if done:
             looks = (request.adapter for request in self.requests.values())
             self.adapters.forget_replaced({look.number for look in looks if look is not None})

@@ -225,7 +225,6 @@ class Request:
         if self.fetches or self.wait is not None:
             self.stop_fetching()
         self.fetches = []
-        self.attempt = None
 
 
 class Jobs:

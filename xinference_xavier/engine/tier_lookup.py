@@ -14,14 +14,13 @@ prefix, and then for as long as it pays to wait for that peer (`PeerPrefills`).
 Belongs to the scheduler thread. Every method returns at once.
 """
 
-import math
 from collections.abc import Callable, Iterable
 
 from vllm.v1.kv_offload.base import LookupResult
 
 from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.fetches import Fetches, FetchPlan
-from xinference_xavier.engine.idle import PassEnd
+from xinference_xavier.engine.idle import NOTHING, PassEnd
 from xinference_xavier.engine.request import Attempt, Phase, Request
 from xinference_xavier.engine.waiting import PeerPrefills
 from xinference_xavier.engine.workload import Steps
@@ -66,7 +65,7 @@ class TierLookup:
                 return HIT
         if request.phase is Phase.POOL_ONLY:
             return MISS
-        if not (request.has_time(now) or self._peer_prefills.awaited(request)):
+        if not (request.has_time(now) or self._peer_prefills.is_awaited_by(request)):
             return MISS
         plan = self._plan(key, request, now)
         if plan is not None and not plan.is_probe:
@@ -95,29 +94,25 @@ class TierLookup:
             return None
         return self._defer(key, request)
 
-    def end_pass(self) -> PassEnd | None:
-        """The scheduler has made all lookups of this step: begin the planned fetches. None if there
-        was nothing to do."""
+    def end_pass(self) -> PassEnd:
+        """The scheduler has made all lookups of this step: begin the planned fetches."""
         if not (self._attempts or self._fetches):
-            return None
+            return NOTHING
         passed = [(request, request.attempt) for request in self._attempts]
         self._forget_attempts()
         begun: list[Fetch] = []
-        deferred: dict[str, float] = {}
+        deferred: set[str] = set()
+        pauses: list[float] = []
         for request, attempt in passed:
             if attempt is None:  # the request has ended
                 continue
-            if attempt.deferred:
-                deferred[request.req_id] = min(attempt.deferred.values())
             if attempt.plan is not None:
                 begun += self._begin_fetches(request, attempt.plan)
-                if request.fetches:
-                    deferred.setdefault(request.req_id, math.inf)
+            if attempt.deferred or request.fetches:
+                deferred.add(request.req_id)
+                pauses += attempt.deferred.values()
         self._fetches.release_ended()
-        pause = min(deferred.values(), default=0.0)
-        return PassEnd(
-            deferred.keys(), begun[-1] if begun else None, 0.0 if math.isinf(pause) else pause
-        )
+        return PassEnd(deferred, begun[-1] if begun else None, min(pauses, default=0.0))
 
     def scheduled(self, request: Request) -> None:
         """The request was scheduled, so it stops waiting."""

@@ -113,7 +113,7 @@ class PeerPrefills:
         self._selection = selection
         self._clock = clock
 
-    def awaited(self, request: Request) -> bool:
+    def is_awaited_by(self, request: Request) -> bool:
         """Whether the request waits for a peer that keeps up."""
         wait = request.wait
         if wait is None or not self._tier.ready or request.failed:
@@ -131,7 +131,7 @@ class PeerPrefills:
 
     def pays(self, request: Request, key: bytes) -> bool:
         """Whether the request should wait for the missing chunk `key`."""
-        return self.awaited(request) and self._selection.may_become_worth_fetching(
+        return self.is_awaited_by(request) and self._selection.may_become_worth_fetching(
             key, request, self._clock()
         )
 

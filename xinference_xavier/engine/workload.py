@@ -268,8 +268,7 @@ class Workload:
         cost_model: CostModel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.free_tokens = facts.kv_tokens
-        """For so many there were free KV blocks after the latest step."""
+        self._free_tokens = facts.kv_tokens
         self.retention = Retention(facts.cached_tokens)
         self._facts = facts
         self._requests = requests
@@ -316,6 +315,10 @@ class Workload:
         if self._requests[req_id].probe is None and is_for_client(name) and name.isprintable():
             self.answers.append(RequestReport(name, 0, b"", tokens))
 
+    def blocks_freed(self, free_tokens: int) -> None:
+        """After a step, there are free KV blocks for so many tokens."""
+        self._free_tokens = free_tokens
+
     # -- called by the replica's thread ------------------------------------------------------
 
     def load(self) -> Load:
@@ -339,7 +342,7 @@ class Workload:
             known=tuple(islice(filter(str.isprintable, names), MAX_KNOWN)),
             rates=self._rates(),
             step=self._steps.step_cost.line(),
-            free_tokens=self.free_tokens,
+            free_tokens=self._free_tokens,
             kv_tokens=self._facts.kv_tokens,
             retention_s=self.retention.seconds(self._clock()),
         )
