@@ -210,8 +210,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/peer_tier.py",
-        "                background.post(self.disk.reset)\n",
-        "                pass\n",
+        "            background.post(self.disk.reset)\n",
+        "            pass\n",
         "after new weights, a disk is still used as that of the old ones",
         ("tests/replica/test_disk.py",),
     ),
