@@ -1,8 +1,8 @@
 """Part `disk`: rows on a local disk, compared with direct calls, and with computing.
 
-Rows are saved and read as a replica does, with the index, checksums and threads. In turns, as many
-bytes are written and read by as many threads that do nothing else, and by the functions of vLLM's
-own file tier, which makes a file for each row, without a checksum.
+Rows are saved and read as a replica does, with files, checksums and threads. In turns, as many
+bytes are written and read by as many threads that do nothing else, in one file, and by the
+functions of vLLM's own file tier, which makes a file for each row, too, but no checksum.
 
 An engine computes a prompt, saves it, forgets it, and finds it on the disk. It serves loads that
 share nothing, in turns saving all that it computes and nothing. Traces of real services are
@@ -37,14 +37,13 @@ from tests.harness.engines import (
     whole_chunks,
 )
 from tests.harness.replicas import fresh_keys
-from xinference_xavier.disk import Store
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
 
 ROWS, ROW_BYTES = 128, 2 << 20
-ROUNDS_IN_FILE = 4
-"""Rounds that the file of rows holds; later ones overwrite the oldest."""
+ROUNDS_KEPT = 4
+"""Rounds that are there; later ones take the place of the oldest."""
 TOKENS = (1000, 8000)
 ROUNDS = 5
 REPLICAS, LOAD = 4, 0.8
@@ -74,7 +73,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
     region = Region.create(ROWS, ROW_BYTES)
     region.array[:] = 7
     pool = Pool(ROWS)
-    disk = Disk(parent, ROUNDS_IN_FILE * ROWS * ROW_BYTES, "model", region, pool)
+    disk = Disk(parent, ROUNDS_KEPT * ROWS * ROW_BYTES, "model", region, pool)
     disk.move("namespace")
     running = asyncio.ensure_future(disk.run(lambda _: None))
     disk.probed(b"canary", {})
@@ -100,8 +99,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
             rates["read files"].append(_rate(files.read))
             rows = pool.reserve(keys).rows
             began = time.perf_counter()
-            _, reading = disk.read(rows)
-            result = await reading
+            result = await disk.read(rows, [])
             rates["read"].append(_per_second(began))
             if result.verified != ROWS:
                 raise RuntimeError(f"{result.verified} of {ROWS} rows were read: {result.reason}")
@@ -123,26 +121,27 @@ async def _rows(parent: Path) -> dict[str, Any]:
 
 
 class _Direct:
-    """The same bytes by the same system calls, one thread for writing and as many for reading. Its
-    file grows as the store's does."""
+    """The same bytes by the same system calls, one thread for writing and as many for reading."""
 
-    def __init__(self, folder: Path, region: Region) -> None:
-        self._store = Store(folder, ROW_BYTES, ROUNDS_IN_FILE * ROWS * ROW_BYTES)
+    def __init__(self, file: Path, region: Region) -> None:
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         self._region = region
         self._first = -ROWS
 
     def write(self) -> None:
-        self._first = (self._first + ROWS) % (ROUNDS_IN_FILE * ROWS)
+        self._first = (self._first + ROWS) % (ROUNDS_KEPT * ROWS)
         for slot in range(ROWS):
-            self._store.write(self._first + slot, self._region.row(slot).data)
+            self._move(os.pwritev, slot)
 
     def read(self) -> None:
         with ThreadPoolExecutor(READERS) as threads:
-            reading = [
-                threads.submit(self._store.read, self._first + slot, self._region.row(slot).data)
-                for slot in range(ROWS)
-            ]
-        if not all(each.result() for each in reading):
+            reading = [threads.submit(self._move, os.preadv, slot) for slot in range(ROWS)]
+        for each in reading:
+            each.result()
+
+    def _move(self, call: Callable[..., int], slot: int) -> None:
+        place = (self._first + slot) * ROW_BYTES
+        if call(self._file, [self._region.row(slot).data], place) != ROW_BYTES:
             raise RuntimeError("the file is too short")
 
 

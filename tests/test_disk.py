@@ -1,96 +1,101 @@
 """A store gives back the rows that were written to it, whatever happens to its files: or none."""
 
+import errno
 import mmap
-import sqlite3
+import os
 import stat
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
-import psutil
 import pytest
 
+from xinference_xavier import disk as module
 from xinference_xavier.disk import (
     WEEK,
+    DamagedNoteError,
+    DamagedRowError,
     Store,
-    StoreGoneError,
-    discard,
-    folder_of,
-    is_damage,
-    locked,
     remove,
     remove_unused,
     summaries,
 )
+from xinference_xavier.errors import ConfigError
 from xinference_xavier.pool.region import checksum
 
 ROW_BYTES = 8192
-SLOTS = 4
+FILE_BYTES = mmap.PAGESIZE + ROW_BYTES
+ROWS = 4
+GIB = 1 << 30
 ROW = np.frombuffer(mmap.mmap(-1, ROW_BYTES), np.uint8)
 """Memory that begins with a page, as files opened past the page cache require."""
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 def key(number: int) -> bytes:
-    return number.to_bytes(36)
+    """Those of successive numbers are in different folders."""
+    return number.to_bytes(4, "little") * 9
 
 
 class NumberedStore(Store):
     """Its chunks have numbers, and the bytes of their rows tell them."""
 
-    def __init__(self, folder: Path, clock: Clock, slots: int = SLOTS) -> None:
-        self.clock = clock
-        super().__init__(folder, ROW_BYTES, slots * ROW_BYTES + ROW_BYTES // 2, clock=clock)
+    def __init__(self, parent: Path, rows: int = ROWS) -> None:
+        self.parent = parent
+        super().__init__(parent, "namespace", ROW_BYTES, rows * FILE_BYTES + ROW_BYTES, "qwen")
+        self.look()
 
-    def another(self, slots: int = SLOTS) -> Self:
+    def another(self, rows: int = ROWS) -> Self:
         """A store in the same folder."""
-        return type(self)(self.folder, self.clock, slots)
+        return type(self)(self.parent, rows)
 
-    def save(self, *numbers: int) -> list[int]:
-        """Write these rows; returns their slots."""
-        slots = self.reserve(len(numbers))
-        entries = []
-        for slot, number in zip(slots, numbers, strict=False):
-            ROW[:] = number
-            self.write(slot, ROW.data)
-            entries.append((slot, key(number), checksum(ROW.data, key(number))))
-        self.commit(entries)
-        self.refresh()
-        return slots
+    def save(self, *numbers: int) -> None:
+        for number in numbers:
+            ROW[:] = number % 256
+            self.write(key(number), ROW.data, checksum(ROW.data, key(number)))
 
     def reads(self, number: int) -> bool:
-        """Reads and verifies a row as a replica does. False if its bytes are missing or wrong."""
-        place = self.index[key(number)]
+        """False if another process has removed it."""
         ROW[:] = 0
-        complete = self.read(place.slot, ROW.data)
-        found = complete and checksum(ROW.data, key(number)) == place.checksum
-        assert not found or np.all(number == ROW)
-        return found
+        try:
+            verified = self.read(key(number), ROW.data)
+        except FileNotFoundError:
+            return False
+        assert np.all(number % 256 == ROW)
+        assert verified == checksum(ROW.data, key(number))
+        return True
 
     def saved(self) -> set[int]:
-        self.refresh()
-        return {int.from_bytes(each) for each in self.index}
+        """Those in the store, as far as this one knows."""
+        self.look()
+        return {int.from_bytes(each[:4], "little") for each in self}
+
+    def file(self, number: int) -> Path:
+        name = key(number).hex()
+        return self.folder / name[:2] / f"{name}.row"
+
+    def used(self, number: int, ago: float) -> None:
+        """Let its last use be so many seconds ago."""
+        then = time.time() - ago
+        os.utime(self.file(number), (then, then))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> NumberedStore:
-    return NumberedStore(folder_of(tmp_path, "namespace", ROW_BYTES), Clock())
+    return NumberedStore(tmp_path)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(each.relative_to(folder)) for each in folder.rglob("*") if not each.is_dir()}
+
+
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def test_a_row_is_there_after_a_restart(store: NumberedStore) -> None:
     store.save(1, 2)
-    store.close()
     again = store.another()
     assert again.saved() == {1, 2}
     assert again.reads(1)
@@ -100,311 +105,475 @@ def test_a_row_is_there_after_a_restart(store: NumberedStore) -> None:
 def test_others_find_it_when_they_look(store: NumberedStore) -> None:
     other = store.another()
     store.save(1)
-    assert other.index == {}
-    other.refresh()
+    assert key(1) not in other
+    assert other.saved() == {1}
     assert other.reads(1)
+
+
+def test_what_another_has_removed_is_a_miss(store: NumberedStore) -> None:
+    other = store.another()
+    store.save(1, 2)
+    assert other.saved() == {1, 2}
+    store.file(1).unlink()
+    assert not other.reads(1)
+    assert key(1) not in other
+    store.file(2).unlink()
+    assert other.saved() == set()
+
+
+def test_what_changes_at_the_moment_of_a_look_is_found_by_the_next(store: NumberedStore) -> None:
+    """A clock has ticks, so that the folder's time may be the same."""
+    store.save(1)
+    other = store.another()
+    twin = store.file(1).with_name((key(1)[:1] + key(2)[1:]).hex() + ".row")
+    before = store.file(1).parent.stat()
+    twin.touch()
+    os.utime(twin.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.look()
+    assert len(other) == 2
+
+
+def test_a_row_that_two_have_written_is_there_once(store: NumberedStore) -> None:
+    other = store.another()
+    store.save(1)
+    other.save(1)
+    assert store.reads(1)
+    assert store.saved() == other.saved() == {1}
+    assert len(files(store.folder)) == 2
+
+
+def in_portions(store: Store) -> list[int]:
+    """How many rows it knows after each look."""
+    found = []
+    while not store.is_known:
+        store.look()
+        found.append(len(store))
+    return found
+
+
+def test_a_large_store_is_listed_in_portions(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is short, so that nobody waits for a million names."""
+    many = store.another(rows=100)
+    many.save(*range(20))
+    monkeypatch.setattr(module, "_PORTION", 8)
+    again = Store(store.parent, "namespace", ROW_BYTES, GIB)
+    assert in_portions(again) == [8, 16, 20]
+    many.save(20, 21)
+    many.file(3).unlink()
+    for _ in range(3):
+        again.look()
+    assert set(again) == set(many) - {key(3)}
+
+
+def test_where_portions_do_not_suffice_all_folders_have_their_turn(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = store.another(rows=100)
+    many.save(*range(20))
+    monkeypatch.setattr(module, "_PORTION", 8)
+    again = Store(store.parent, "namespace", ROW_BYTES, GIB)
+    in_portions(again)
+    many.save(*range(20, 40))
+    monkeypatch.setattr(module, "_TICK_NS", 1 << 62)  # as if all had just changed
+    for _ in range(6):
+        again.look()
+    assert len(again) == 40
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "header", "version", "cut off", "empty", "swapped", "torn", "foreign"]
+)
+def test_a_damaged_row_is_no_row_and_goes(store: NumberedStore, damage: str) -> None:
+    store.save(1, 2)
+    whole = bytearray(store.file(1).read_bytes())
+    match damage:
+        case "flipped":
+            whole[-100] ^= 1
+        case "header":
+            whole[16] ^= 1
+        case "version":
+            whole[7] ^= 1
+        case "cut off":
+            del whole[-100:]
+        case "empty":
+            whole.clear()
+        case "swapped":
+            whole[:] = store.file(2).read_bytes()
+        case "torn":
+            whole[-4096:] = bytes(4096)
+        case "foreign":
+            whole[:] = b"a text" * 4000
+    store.file(1).write_bytes(whole)
+    with pytest.raises(DamagedRowError):
+        store.reads(1)
+    assert not store.file(1).exists()
+    assert key(1) not in store
+    assert store.saved() == {2}
+    assert store.reads(2)
+
+
+def test_a_row_that_cannot_be_read_is_no_longer_offered(store: NumberedStore) -> None:
+    store.save(1)
+    store.file(1).unlink()
+    store.file(1).symlink_to(store.folder / "store.json")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        store.reads(1)
+    assert key(1) not in store
+
+
+def test_what_does_not_look_like_ours_is_left_alone(store: NumberedStore) -> None:
+    """Neither a look nor a lack of room removes it, nor who removes the store."""
+    store.save(1)
+    folder = store.file(1).parent
+    name = store.file(1).name
+    foreign = [
+        store.folder / "notes.txt",
+        folder / "notes.txt",
+        folder / name.upper(),
+        folder / f"ff{name}",  # in another's folder
+        folder / f"{name}.gz",
+        folder / "temporary",
+        store.folder / "zz" / name,
+    ]
+    for file in foreign:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("precious")
+        os.utime(file, (0, 0))
+    (link := folder / f"{name[:-8]}.row").symlink_to(foreign[0])
+    store.save(2, 3, 4, 5)
+    assert store.another().saved() == {2, 3, 4, 5}
+    remove(store.folder)
+    (left,) = store.parent.iterdir()
+    assert files(left) == {str(each.relative_to(store.folder)) for each in [*foreign, link]}
+    assert {file.read_text() for file in left.rglob("*") if file.is_file()} == {"precious"}
+
+
+def test_what_a_dead_writer_has_left_goes_later(store: NumberedStore) -> None:
+    store.save(1)
+    left = store.file(1).with_suffix(".0123abcd.temporary")
+    left.touch()
+    store.another()
+    assert left.exists(), "somebody may be writing to it"
+    for when in (time.time() - 601, time.time() + 1000):
+        os.utime(left, (when, when))
+        store.another()
+        assert not left.exists()
+        left.touch()
+
+
+def test_a_writer_that_fails_leaves_nothing(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(1)
+    before = files(store.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.writev", lambda *_: 100)
+        with pytest.raises(OSError, match="No space left"):
+            store.save(2)
+    assert files(store.folder) == before
+    assert key(2) not in store
+
+
+def test_a_damaged_note_ends_the_store(store: NumberedStore) -> None:
+    """Nothing tells any more which engine has computed its rows."""
+    store.save(1)
+    store.note("canary 1f", {"layer": [1.5]})
+    note = store.folder / "canary 1f.json"
+    note.write_bytes(note.read_bytes().replace(b"1.5", b"2.5"))
+    with pytest.raises(DamagedNoteError):
+        store.note("canary 1f", {"layer": [1.5]})
+    assert store.is_gone()
+    assert store.another().saved() == set()
+    assert [*store.parent.iterdir()] == [store.folder]
+
+
+# -- the limit -------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_goes_first_and_the_limit_holds(store: NumberedStore) -> None:
     store.save(1, 2, 3, 4)
+    for number in (1, 2, 3, 4):
+        store.used(number, ago=10 - number)
     store.touch([key(1)])
     store.save(5, 6)
     assert store.saved() == {1, 4, 5, 6}
-    assert (store.folder / "rows").stat().st_size <= SLOTS * ROW_BYTES
+    store.save(5)
+    assert len(files(store.folder)) == ROWS + 1
 
 
-def test_a_slot_has_no_entry_while_it_is_written(store: NumberedStore) -> None:
+def test_the_use_of_others_counts(store: NumberedStore) -> None:
+    other = store.another()
     store.save(1, 2, 3, 4)
-    store.reserve(2)
-    assert store.saved() == {3, 4}
+    for number in (1, 2, 3, 4):
+        store.used(number, ago=10 - number)
+    other.touch([key(1)])
+    store.save(5)
+    assert store.saved() == {1, 3, 4, 5}
 
 
-def test_no_two_writers_get_one_slot(store: NumberedStore) -> None:
+def test_two_that_share_a_store_keep_its_limit_together(store: NumberedStore) -> None:
     other = store.another()
-    slots = store.reserve(2) + other.reserve(2)
-    assert sorted(slots) == [0, 1, 2, 3]
-    assert store.reserve(1) == []
+    for number in range(0, 40, 2):
+        store.save(number)
+        other.look()
+        other.save(number + 1)
+        store.look()
+    assert store.saved() == other.saved() == {36, 37, 38, 39}
 
 
-def test_slots_of_a_writer_that_died_are_handed_out_later(store: NumberedStore) -> None:
-    """One that only stood still enters nothing over what has taken its place."""
-    late = store.another()
-    slots = late.reserve(SLOTS)
-    store.clock.now += 599.0
-    assert store.save(1) == slots[:1]
-    late.commit([(slots[0], key(2), 0)])
-    assert store.saved() == {1}
+def test_each_model_has_a_store_and_a_limit_of_its_own(store: NumberedStore) -> None:
+    other = Store(store.parent, "other", ROW_BYTES, GIB)
+    store.save(1, 2, 3, 4)
+    other.write(key(9), ROW.data, 0)
+    store.save(5)
+    assert len(store) == ROWS
+    assert key(9) in other
+    assert key(9) not in store
 
 
-def test_a_chunk_that_two_have_written_is_there_once(store: NumberedStore) -> None:
-    other = store.another()
-    store.save(1)
-    other.save(1)
-    assert other.reads(1)
-    assert len(store.reserve(SLOTS)) == SLOTS, "the second one's slot is free at once"
-
-
-def test_a_chunk_that_has_got_another_slot_is_found_there(store: NumberedStore) -> None:
-    other = store.another()
-    (slot, *_) = store.save(1, 2, 3, 4)
-    other.save(5)
-    other.save(1)
-    other.remove([(key(5), slot)])
-    assert store.saved() == {1, 3, 4}
-    assert store.reads(1)
-
-
-def test_a_void_row_is_removed_for_all(store: NumberedStore) -> None:
-    other = store.another()
-    (slot, _) = store.save(1, 2)
-    store.remove([(key(1), slot)])
-    assert other.saved() == {2}
-
-
-def test_what_another_chunk_has_taken_since_is_not_removed(store: NumberedStore) -> None:
-    (slot, *_) = store.save(1, 2, 3, 4)
-    assert store.save(5) == [slot]
-    store.remove([(key(1), slot)])
-    assert store.saved() == {2, 3, 4, 5}
-
-
-@pytest.mark.parametrize("damage", ["flipped", "cut off", "swapped", "torn"])
-def test_a_damaged_row_is_no_row(store: NumberedStore, damage: str) -> None:
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_jumps_costs_only_what_was_saved_meanwhile(
+    store: NumberedStore, days: int
+) -> None:
+    """Rows from a time to come would otherwise outlive all others."""
     store.save(1, 2)
-    rows = store.folder / "rows"
-    whole = bytearray(rows.read_bytes())
-    match damage:
-        case "flipped":
-            whole[100] ^= 1
-        case "cut off":
-            del whole[100:]
-        case "swapped":
-            whole = whole[ROW_BYTES:] + whole[:ROW_BYTES]
-        case "torn":
-            whole[4096:ROW_BYTES] = bytes(4096)
-    rows.write_bytes(whole)
-    assert not store.reads(1)
+    for number in (1, 2):
+        store.used(number, ago=days * 86400)
+    store.save(3, 4, 5, 6)
+    assert store.saved() == {3, 4, 5, 6}
 
 
-@pytest.mark.parametrize("damage", [b"no database at all", b""])
-def test_a_damaged_index_is_begun_anew(store: NumberedStore, damage: bytes) -> None:
-    store.save(1)
-    store.close()
-    (store.folder / "index.db").write_bytes(damage)
-    again = store.another()
-    assert again.index == {}
-    again.save(2)
-    assert again.reads(2)
+def test_a_lower_limit_holds_from_the_next_row_on(store: NumberedStore) -> None:
+    store.save(1, 2, 3, 4)
+    for number in (1, 2, 3, 4):
+        store.used(number, ago=10 - number)
+    smaller = store.another(rows=2)
+    smaller.save(5)
+    assert store.saved() == smaller.saved() == {4, 5}
 
 
-def test_what_passes_is_no_damage() -> None:
-    assert not is_damage(sqlite3.OperationalError("database is locked"))
-    assert not is_damage(StoreGoneError())
-    assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
-
-
-def test_a_fault_of_ours_costs_no_store() -> None:
-    assert not is_damage(KeyError(b"chunk"))
-    assert not is_damage(sqlite3.ProgrammingError("Cannot operate on a closed database."))
-
-
-def test_only_the_store_that_is_damaged_is_removed(
+def test_of_a_large_store_some_folders_are_looked_at(
     store: NumberedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may have found the damage, too, and have begun it anew."""
-    store.save(1)
-    store._connection.execute("UPDATE slots SET checksum = NULL, revision = revision + 1")
-    others = []
-
-    @contextmanager
-    def later(_: Path) -> Iterator[None]:
-        monkeypatch.undo()
-        discard(store.folder)
-        others.append(store.another())
-        others[0].save(2)
-        yield
-
-    monkeypatch.setattr("xinference_xavier.disk.locked", later)
-    with pytest.raises(StoreGoneError):
-        store.refresh()
-    assert others[0].saved() == {2}
-    assert others[0].reads(2)
+    """A fair sample: what goes is among the least recently used."""
+    monkeypatch.setattr(module, "_SAMPLE", 64)
+    many = store.another(rows=256)
+    many.save(*range(256))
+    for number in range(256):
+        many.used(number, ago=1000 - number % 64)
+    listed: list[int] = []
+    monkeypatch.setattr(
+        many, "_list", lambda number: (listed.append(number), Store._list(many, number))[1]
+    )
+    many.save(1000)
+    assert len(listed) == 64
+    assert len(many) == 256 - 64 // 16 + 1
+    assert {number % 64 for number in set(range(256)) - many.saved()} == {0, 1, 2, 3}
 
 
-def test_an_index_of_another_version_is_begun_anew(store: NumberedStore) -> None:
-    store.save(1)
-    store.close()
-    with sqlite3.connect(store.folder / "index.db") as connection:
-        connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    assert store.another().index == {}
+def space(free: int, total: int) -> Callable[[int], Any]:
+    return lambda _: SimpleNamespace(f_frsize=1, f_bavail=free, f_blocks=total)
 
 
-@pytest.mark.parametrize("removed", [remove, discard])
-def test_whoever_has_a_removed_store_open_notices(
-    store: NumberedStore, removed: Callable[[Path], None]
+@pytest.mark.parametrize(("total", "reserved"), [(10 * GIB, GIB), (100 * GIB, 2 * GIB)])
+def test_a_file_system_keeps_room_for_others(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch, total: int, reserved: int
 ) -> None:
-    store.save(1)
-    removed(store.folder)
-    with pytest.raises(StoreGoneError):
-        store.refresh()
-    with pytest.raises(StoreGoneError):
-        store.reserve(1)
-    store.another()
-    with pytest.raises(StoreGoneError):
-        store.refresh()
-
-
-def test_a_lower_limit_holds_at_once(store: NumberedStore) -> None:
+    """A GiB, or 2 %. The store does not grow, nor shrink, and goes on when there is room again."""
     store.save(1, 2, 3, 4)
-    store.close()
-    smaller = store.another(slots=2)
-    assert len(smaller.saved()) == 2
-    assert (store.folder / "rows").stat().st_size == 2 * ROW_BYTES
+    monkeypatch.setattr("os.statvfs", space(reserved + FILE_BYTES - 1, total))
+    with pytest.raises(OSError, match=f"No space left|{reserved} are left to others"):
+        store.save(5)
+    assert store.another().saved() == {1, 2, 3, 4}
+    assert store.reads(1)
+    monkeypatch.setattr("os.statvfs", space(reserved + FILE_BYTES, total))
+    store.save(5)
+    assert 5 in store.saved()
 
 
-def test_a_lower_limit_of_one_disturbs_no_other(store: NumberedStore) -> None:
-    other = store.another()
-    store.save(1, 2, 3, 4)
-    assert other.saved() == {1, 2, 3, 4}
-    smaller = store.another(slots=2)
-    assert other.saved() == store.saved() == {1, 2}, "nobody lists what is gone"
-    smaller.save(5)
-    assert other.saved() == store.saved() == {2, 5}
-    store.save(6, 7)
-    assert other.saved() == smaller.saved() == {2, 5, 6, 7}
-    assert all(other.reads(number) for number in (2, 5, 6, 7))
-
-
-def test_a_store_that_is_there_is_opened_without_a_write(store: NumberedStore) -> None:
+def test_nothing_is_written_to_open_a_store_that_is_there(store: NumberedStore) -> None:
     """The file system may be full."""
     store.save(1)
-    store.note("model", "qwen")
-
-    def version() -> int:
-        """Changes when another connection writes."""
-        (number,) = store._connection.execute("PRAGMA data_version").fetchone()
-        return number
-
-    before = version()
+    store.note("canary 1f", {"layer": [1.5]})
+    before = {file: file.stat().st_mtime_ns for file in store.folder.rglob("*")}
     other = store.another()
-    assert other.note("model", "qwen") == "qwen"
+    other.note("canary 1f", {"layer": [1.5]})
     assert other.reads(1)
-    assert version() == before
+    assert {file: file.stat().st_mtime_ns for file in store.folder.rglob("*")} == before
 
 
-def test_what_a_failed_write_has_cost_is_used_before_rows_that_can_be_read(
-    store: NumberedStore,
-) -> None:
-    store.save(1, 2, 3, 4)
-    lost = store.reserve(1)
-    store.touch([key(2)])
-    store.clock.now += 601.0
-    store.touch([key(4)])
-    assert store.reserve(1) == lost
-    assert store.saved() == {2, 3, 4}
-
-
-def test_a_full_disk_is_used_as_far_as_it_goes(
-    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.save(1, 2)
-    slot, _ = store.reserve(2)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.pwritev", lambda *_: 100)
-        with pytest.raises(OSError, match="No space left"):
-            store.write(slot, ROW.data)
-    assert len(store.save(3, 4)) == 2
-    assert store.saved() == {3, 4}
-
-
-def test_a_process_that_stands_still_while_it_opens_the_store_blocks_nobody_for_ever(
-    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xinference_xavier.disk._PATIENCE", 0.0)
-    with locked(store.folder), pytest.raises(BlockingIOError):
-        store.another()
-    store.another()
+# -- notes -----------------------------------------------------------------------------------------
 
 
 def test_notes_are_everybodys(store: NumberedStore) -> None:
-    assert store.note("canary", {"layer": [1.5]}) == {"layer": [1.5]}
-    assert store.another().note("canary", {"layer": [2.5]}) == {"layer": [1.5]}
+    assert store.note("canary 1f", {"layer": [1.5]}) == {"layer": [1.5]}
+    assert store.another().note("canary 1f", {"layer": [2.5]}) == {"layer": [1.5]}
+
+
+def test_of_two_that_note_at_once_one_is_first(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = os.link, store.another()
+
+    def faster(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        other.note("canary 1f", {"layer": [2.5]})
+        link(*args, **options)
+
+    monkeypatch.setattr("os.link", faster)
+    assert store.note("canary 1f", {"layer": [1.5]}) == {"layer": [2.5]}
 
 
 def test_what_is_noted_already_may_be_merged_with(store: NumberedStore) -> None:
     def both(value: Any, noted: Any) -> Any:
         return {**noted, **value}
 
-    assert store.note("canary", {"one": 1}, both) == {"one": 1}
-    assert store.note("canary", {"two": 2}, both) == {"one": 1, "two": 2}
-    assert store.another().note("canary", {}) == {"one": 1, "two": 2}
+    assert store.note("canary 1f", {"one": 1}, both) == {"one": 1}
+    assert store.note("canary 1f", {"two": 2}, both) == {"one": 1, "two": 2}
+    assert store.another().note("canary 1f", {}) == {"one": 1, "two": 2}
 
 
-def test_any_thread_can_ask_whether_a_row_is_still_there(store: NumberedStore) -> None:
-    other = store.another()
-    (slot, *_) = store.save(1, 2, 3, 4)
-    place = store.index[key(1)]
-    assert store.has(key(1), place)
-    assert not store.has(key(1), place._replace(checksum=0))
-    other._connection.execute("BEGIN IMMEDIATE")  # it waits for nobody
-    assert store.has(key(1), place)
-    other._connection.execute("ROLLBACK")
-    assert other.save(5) == [slot]
-    assert not store.has(key(1), place)
+# -- who may read and write it ---------------------------------------------------------------------
 
 
-def test_questions_of_several_threads_leave_no_file_open(store: NumberedStore) -> None:
-    def opened() -> list[str]:
-        files = psutil.Process().open_files()
-        return sorted(file.path for file in files if Path(file.path).parent == store.folder)
+def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
+    former = os.umask(0)
+    try:
+        store = NumberedStore(tmp_path)
+        store.save(1)
+        store.note("canary 1f", {})
+    finally:
+        os.umask(former)
+    folders = [store.folder, store.file(1).parent]
+    assert {stat.S_IMODE(each.stat().st_mode) for each in folders} == {0o700}
+    assert len(files(store.folder)) == 3
+    for name in files(store.folder):
+        assert stat.S_IMODE((store.folder / name).stat().st_mode) == 0o600
 
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda folder: folder.chmod(0o777), r"may be written to by other users \(mode 777\)"),
+        (lambda folder: folder.chmod(0o770), r"may be written to by other users \(mode 770\)"),
+        (lambda folder: os.chown(folder, 4242, -1), "belongs to user 4242, but the replica runs"),
+    ],
+)
+def test_a_store_in_which_others_may_have_put_rows_is_refused(
+    store: NumberedStore,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    reason: str,
+) -> None:
+    if os.geteuid():  # only root gives files away
+        monkeypatch.setattr("os.chown", lambda *_: monkeypatch.setattr("os.geteuid", lambda: -1))
+        reason = reason.replace("4242", str(os.geteuid()))
     store.save(1)
-    place, before = store.index[key(1)], opened()
-    together = threading.Barrier(4)
-
-    def ask(_: int) -> bool:
-        together.wait()
-        return all(store.has(key(1), place) for _ in range(100))
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(ask, range(4)))
-    assert opened() == before
+    change(store.folder)
+    with pytest.raises(ConfigError, match=reason):
+        store.another()
 
 
-def test_only_the_owner_can_read_it(store: NumberedStore) -> None:
-    store.save(1)
-    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(file.stat().st_mode) for file in store.folder.iterdir()} == {0o600}
+def test_a_link_is_not_followed_to_a_store(store: NumberedStore, tmp_path: Path) -> None:
+    store.folder.rename(tmp_path / "elsewhere")
+    store.folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotADirectoryError):
+        store.another()
+
+
+# -- all stores ------------------------------------------------------------------------------------
 
 
 def test_a_summary_tells_what_a_store_has(store: NumberedStore, tmp_path: Path) -> None:
-    store.note("model", "qwen")
     store.save(1, 2)
     (summary,) = summaries(tmp_path)
-    assert (summary.folder, summary.notes, summary.rows) == (store.folder, {"model": "qwen"}, 2)
-    assert summary.bytes == 2 * ROW_BYTES
+    assert (summary.folder, summary.model, summary.rows) == (store.folder, "qwen", 2)
+    assert summary.bytes == 2 * FILE_BYTES
 
 
 def test_a_store_that_is_just_being_made_has_no_rows_yet(
     store: NumberedStore, tmp_path: Path
 ) -> None:
-    (store.folder / "rows").unlink()
+    (store.folder / "store.json").unlink()
     (summary,) = summaries(tmp_path)
-    assert (summary.folder, summary.rows, summary.bytes) == (store.folder, 0, 0)
+    assert (summary.folder, summary.rows) == (store.folder, 0)
 
 
-def test_a_store_that_is_removed_while_one_looks_is_left_out(
-    store: NumberedStore, tmp_path: Path
+def test_whoever_has_a_removed_store_open_notices(store: NumberedStore) -> None:
+    store.save(1)
+    remove(store.folder)
+    assert store.is_gone()
+    with pytest.raises(FileNotFoundError):
+        store.save(2)
+    other = store.another()
+    assert store.is_gone()
+    assert other.saved() == set()
+    assert [*store.parent.iterdir()] == [store.folder]
+
+
+def test_rows_of_a_store_that_is_being_removed_are_in_no_other(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (store.folder / "lock").unlink()
-    assert summaries(tmp_path) == []
+    """They may be those of an engine that computed differently."""
+    store.save(1)
+    others, removing = [], module._remove_rows
+
+    def slow(*args: Any) -> None:
+        monkeypatch.undo()
+        others.append(store.another())
+        removing(*args)
+
+    monkeypatch.setattr(module, "_remove_rows", slow)
+    remove(store.folder)
+    assert others[0].saved() == set()
 
 
-def test_what_nobody_has_used_for_a_week_is_removed(store: NumberedStore, tmp_path: Path) -> None:
+def test_what_nobody_has_used_for_a_week_is_removed(tmp_path: Path) -> None:
+    store = NumberedStore(tmp_path)
+    folder = store.folder
+    store.save(1)
     (used,) = (each.used for each in summaries(tmp_path))
     (tmp_path / "notes.txt").touch()
     (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.db").touch()
     assert remove_unused(tmp_path, used + WEEK) == []
-    assert remove_unused(tmp_path, used + WEEK + 1) == [store.folder]
+    assert remove_unused(tmp_path, used + WEEK + 1) == [], "it is open: a clock may have jumped"
+    del store
+    assert remove_unused(tmp_path, used + WEEK + 1) == [folder]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "other"]
+
+
+def former(parent: Path) -> Path:
+    """What versions before the first release have left."""
+    folder = parent / ("0123456789abcdef" * 2)
+    folder.mkdir()
+    for name in ("index.db", "index.db-wal", "index.db-shm", "rows", "lock"):
+        (folder / name).touch()
+    return folder
+
+
+def test_stores_of_earlier_versions_can_be_removed(tmp_path: Path) -> None:
+    folder = former(tmp_path)
+    (summary,) = summaries(tmp_path)
+    assert (summary.folder, summary.namespace) == (folder, "")
+    assert remove_unused(tmp_path, time.time() + 2 * WEEK) == []
+    (folder / "notes.txt").touch()
+    remove(folder)
+    assert files(tmp_path) == {f"{folder.name}/notes.txt"}
+
+
+def test_what_is_left_of_a_removal_can_be_removed(tmp_path: Path) -> None:
+    """Its process may have ended."""
+    store = NumberedStore(tmp_path)
+    store.save(1)
+    left = store.folder.rename(store.folder.with_suffix(".0123abcd.removed"))
+    assert [each.folder for each in summaries(tmp_path)] == [left]
+    assert remove_unused(tmp_path, time.time() + WEEK - 60) == []
+    del store
+    assert remove_unused(tmp_path, time.time() + 2 * WEEK) == [left]
+    assert [*tmp_path.iterdir()] == []

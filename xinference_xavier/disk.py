@@ -1,17 +1,26 @@
 """Rows on a local disk: what is left of a pool after a restart.
 
-A store is a folder for one namespace; all replicas of a host that share in it open the same one.
-`rows` is a file of equal rows, as a region is memory of them. `index.db`, an SQLite file, says
-which chunk is in which slot, with its checksum and its last use.
+A store is a folder for one namespace; all replicas of a host that share in it have the same one
+open::
 
-Nobody owns a store. The transaction that hands out a slot removes its old entry, so no two
-processes write to one. Whoever dies while it writes leaves slots without an entry, which are handed
-out again after `_ABANDONED` seconds. Nothing is synced and no order of writes is relied on: each
-row has a checksum, seeded by its chunk's key, which every reader verifies. So a row that is torn,
-cut off, swapped or changed is no row. An index that is damaged is removed, and its rows with it.
+    0f1e….store/           0700, of the user that replicas run as
+        store.json         model, namespace, bytes of a row
+        canary ….json      what an engine computed, for others to compare themselves with
+        ab/abcd….row       a chunk's row, named by its key: a page with the checksum, then the bytes
 
-Threading: any thread may read `index`, and call `read`, `has` and `write`, which block. All else is
-for one thread at a time.
+The files are the truth, and nobody owns them. A row is written under another name and renamed.
+Nothing is synced and no order of writes is relied on: the checksum is seeded by the chunk's key,
+and every reader verifies it. So a file that is torn, cut off, swapped or changed is no row, and who
+reads it removes it; one that is gone is a miss.
+
+A store knows its rows by the names in its folders: it lists all of them once it is open, and then
+those that have changed, a portion at a time.
+
+Whoever saves a row beyond the limit first removes others, those used least recently by their files'
+times. It looks at some folders in turn: names are hashes, so each has a fair sample of all rows.
+
+Threading: any thread may ask whether a row is there, and `read`, which blocks. All else is for one
+thread at a time.
 """
 
 import errno
@@ -20,451 +29,450 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
-import sqlite3
-import threading
+import re
+import secrets
+import stat
+import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_VERSION = 1
-_INDEX, _ROWS, _LOCK = "index.db", "rows", "lock"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS slots (
-    slot INTEGER PRIMARY KEY,
-    key BLOB UNIQUE,
-    checksum BLOB,
-    used REAL NOT NULL,
-    revision INTEGER NOT NULL
-) STRICT;
-CREATE INDEX IF NOT EXISTS slots_by_use ON slots (used);
-CREATE INDEX IF NOT EXISTS slots_by_revision ON slots (revision);
-CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-"""
-_PATIENCE = 5.0
-"""Seconds for another process to finish its transaction, or what it locks."""
-_LOOK = 0.01  # seconds; nothing announces that a lock is free
-_ABANDONED = 600.0
+from xinference_xavier.errors import ConfigError
+
+_HEADER = struct.Struct("<8sQQ")  # with the bytes of a row, and its checksum: 64-bit XXH3
+_VERSION = b"xavier-1"
+_PAGE = mmap.PAGESIZE
+_FOLDERS = 256
+_PORTION = 4096
+"""Names that are listed at a time, which takes 10 ms."""
+_SAMPLE, _PART = 1024, 16
+"""Of so many rows, one part of so many goes, the least recently used. A smaller store is looked at
+as a whole."""
+_TICK_NS = 20_000_000  # a file's time is rounded to less
+_ABANDONED = 600.0  # seconds, after which nobody writes to a temporary file any more
 WEEK = 7 * 86400.0
+_RESERVED_BYTES, _RESERVED_PART = 1 << 30, 50
+"""Nothing is saved while less than this, or one part of so many, of the file system is free."""
+
+_STORE = re.compile(r"[0-9a-f]{32}\.store")
+_REMOVED = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{8}\.removed")
+_FORMER = re.compile(r"[0-9a-f]{32}")  # of earlier versions
+_FORMER_FILE = re.compile(r"index\.db(?:-wal|-shm)?|rows|lock")
+_ROW_FILE = re.compile(r"(?:[0-9a-f]{2})+\.(?:row|[0-9a-f]{8}\.temporary)")
+_NOTE = re.compile(r"(?:store|canary [0-9a-f]+)\.json|[0-9a-f]{8}\.temporary")
 
 
-class Place(NamedTuple):
-    """Where a chunk's row is, and its checksum: 64-bit XXH3."""
-
-    slot: int
-    checksum: int
+class DamagedRowError(Exception):
+    """A file is not the row that its name says. It was removed."""
 
 
-class StoreGoneError(OSError):
-    """The store's folder was removed or replaced."""
+class DamagedNoteError(Exception):
+    """Nothing tells who saved the rows of a store."""
 
 
 def folder_of(parent: Path, namespace: str, row_bytes: int) -> Path:
     """The folder of a namespace's store below `parent`."""
-    return parent / hashlib.sha256(f"{namespace} {row_bytes}".encode()).hexdigest()[:32]
+    digest = hashlib.sha256(f"{namespace} {row_bytes}".encode()).hexdigest()[:32]
+    return parent / f"{digest}.store"
+
+
+def check_private(folder: Path, found: os.stat_result) -> None:
+    """Raises ConfigError if others could put rows into the folder."""
+    user, mode = os.geteuid(), stat.S_IMODE(found.st_mode)
+    if found.st_uid != user:
+        raise ConfigError(
+            "xavier_disk",
+            str(folder),
+            f"belongs to user {found.st_uid}, but the replica runs as user {user}",
+            "name a folder of that user, or one that is not there yet",
+        )
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            "xavier_disk",
+            str(folder),
+            f"may be written to by other users (mode {mode:o})",
+            f"name a folder in it that is not there yet, or run chmod go-w {folder}",
+        )
 
 
 class Store:
-    """Holds `max_bytes` of rows at most. Raises OSError and sqlite3.Error, in all methods."""
+    """Holds about `max_bytes` of rows at most: what other processes save is noticed later. All
+    methods may raise OSError."""
 
     def __init__(
-        self,
-        folder: Path,
-        row_bytes: int,
-        max_bytes: int,
-        *,
-        clock: Callable[[], float] = time.time,
+        self, parent: Path, namespace: str, row_bytes: int, max_bytes: int, model: str = ""
     ) -> None:
-        self.folder, self.row_bytes = folder, row_bytes
-        self.slots = max_bytes // row_bytes
-        self.index: dict[bytes, Place] = {}
-        self._keys: dict[int, bytes] = {}  # by slot
-        self._revision = 0
-        self._clock = clock
-        self._reading = threading.Lock()  # of `_reader`
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(folder):
-            self._connection = self._whole_index()
-            with closing_on_error(self._connection):
-                self._inode = (folder / _INDEX).stat().st_ino
-                self._reader = _read_only(folder / _INDEX)
-                with closing_on_error(self._reader):
-                    self._rows: _File | None = _File(_open_rows(folder / _ROWS))
-        with closing_on_error(self):
-            self.refresh()
-
-    def _whole_index(self) -> sqlite3.Connection:
-        """The index without what is beyond the limit, which may have been higher; a new one if it
-        is damaged."""
-        try:
-            connection = _connect(self.folder)
-            with closing_on_error(connection):
-                connection.execute(  # not DELETE: others that have it open see what changed
-                    "UPDATE slots SET key = NULL, checksum = NULL, used = 0,"
-                    " revision = (SELECT max(revision) + 1 FROM slots)"
-                    " WHERE slot >= ? AND key IS NOT NULL",
-                    (self.slots,),
-                )
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
-                raise
-            discard(self.folder)
-            return _connect(self.folder)
-        with suppress(FileNotFoundError):
-            rows = self.folder / _ROWS
-            if rows.stat().st_size > self.slots * self.row_bytes:
-                os.truncate(rows, self.slots * self.row_bytes)
-        return connection
+        """Open the store, or begin it. Raises ConfigError if the folder is not ours alone,
+        BlockingIOError while somebody removes it, and DamagedNoteError."""
+        self.folder = folder_of(parent, namespace, row_bytes)
+        self.row_bytes = row_bytes
+        self.max_rows = max_bytes // (_PAGE + row_bytes)
+        self._keys: list[set[bytes]] = [set() for _ in range(_FOLDERS)]
+        self._listed: list[int | None] = [None] * _FOLDERS
+        """The time of each folder when it was listed."""
+        self._turn = cycle(range(_FOLDERS))
+        with suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        self._descriptor = _open_folder(self.folder)
+        # Not before another thread has read.
+        weakref.finalize(self, os.close, self._descriptor)
+        check_private(self.folder, os.fstat(self._descriptor))
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # see `remove_unused`
+        self.note("store", {"model": model, "namespace": namespace, "row_bytes": row_bytes})
+        self._inode = os.stat("store.json", dir_fd=self._descriptor).st_ino
+        self._direct = _direct(self._descriptor)
 
     def close(self) -> None:
-        """`read` and `write` calls that are under way go on."""
-        with self._reading:
-            self._reader.close()
-        self._connection.close()
-        self._rows = None
+        """It has no rows any more. Calls of `read` that are under way go on."""
+        for number in range(_FOLDERS):  # a million at once would hold up all threads
+            self._keys[number] = set()
+
+    def is_gone(self) -> bool:
+        """Whether the store was removed or replaced."""
+        try:
+            return (self.folder / "store.json").stat().st_ino != self._inode
+        except FileNotFoundError:
+            return True
+
+    # -- which rows there are -----------------------------------------------------------------
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys[key[0]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._keys))
+
+    def __iter__(self) -> Iterator[bytes]:
+        for keys in self._keys:
+            yield from [*keys]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all folders have been listed."""
+        return None not in self._listed
+
+    def look(self) -> None:
+        """Take in a portion of what this and other processes have changed."""
+        listed = 0
+        for number in self._turns():
+            if self._changed(number) != self._listed[number]:
+                listed += len(self._list(number))
+            if listed >= _PORTION:
+                break
+
+    def _turns(self) -> Iterator[int]:
+        for _ in range(_FOLDERS):
+            yield next(self._turn)
+
+    def _changed(self, number: int) -> int:
+        """When a row was last added to the folder, or removed."""
+        try:
+            return os.stat(f"{number:02x}", dir_fd=self._descriptor).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _list(self, number: int) -> list[str]:
+        """The names of a folder's rows. Removes what a process that died has left there."""
+        changed, letters = self._changed(number), f"{number:02x}"
+        rows, temporary = _row_files(self._descriptor, letters)
+        self._keys[number] = {bytes.fromhex(name[:-4]) for name in rows}
+        # What changes within one tick of the clock has the same time.
+        self._listed[number] = changed if changed < time.time_ns() - _TICK_NS else -1
+        for name in temporary:
+            self._remove_abandoned(f"{letters}/{name}")
+        return rows
+
+    def _remove_abandoned(self, temporary: str) -> None:
+        with suppress(FileNotFoundError):
+            age = time.time() - os.stat(temporary, dir_fd=self._descriptor).st_mtime
+            if not 0 <= age <= _ABANDONED:
+                os.unlink(temporary, dir_fd=self._descriptor)
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def read(self, slot: int, row: memoryview) -> bool:
-        """Fill `row`; False if the file ends before its end. The caller verifies the checksum."""
-        rows = self._opened()
-        return os.preadv(rows.descriptor, [row], slot * self.row_bytes) == self.row_bytes
-
-    def has(self, key: bytes, place: Place) -> bool:
-        """Whether the chunk is still there. Waits for no change that is under way."""
-        with self._reading:
-            found = self._reader.execute(
-                "SELECT 1 FROM slots WHERE slot = ? AND key = ? AND checksum = ?",
-                (place.slot, key, place.checksum.to_bytes(8)),
-            )
-            return found.fetchone() is not None
-
-    def write(self, slot: int, row: memoryview) -> None:
-        """Raises OSError if the disk is full; then the store grows no further."""
-        rows = self._opened()
+    def read(self, key: bytes, row: memoryview) -> int:
+        """Fill `row`, and return its checksum, which is verified. If it raises, the store no longer
+        has the chunk: DamagedRowError; FileNotFoundError, if it was removed; other OSErrors."""
         try:
-            if os.pwritev(rows.descriptor, [row], slot * self.row_bytes) < self.row_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self.slots = min(self.slots, slot)
+            return self._read(_name(key), key, row)
+        except BaseException:
+            self._keys[key[0]].discard(key)
             raise
 
-    def _opened(self) -> "_File":
-        """Keep what this returns until the end of the call."""
-        if (rows := self._rows) is None:
-            raise OSError(errno.EBADF, "the store is closed", str(self.folder))
-        return rows
+    def _read(self, name: str, key: bytes, row: memoryview) -> int:
+        from xinference_xavier.pool.region import checksum  # imports numpy, which takes long
 
-    # -- the index ----------------------------------------------------------------------------
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct
+        file = os.open(name, flags, dir_fd=self._descriptor)
+        with _closing(file), mmap.mmap(-1, _PAGE) as page:
+            is_whole = os.preadv(file, [page, row], 0) == _PAGE + self.row_bytes
+            version, row_bytes, expected = _HEADER.unpack_from(page)
+        is_ours = is_whole and (version, row_bytes) == (_VERSION, self.row_bytes)
+        if is_ours and checksum(row, key) == expected:
+            return int(expected)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+        raise DamagedRowError(f"{self.folder / name} is damaged")
 
-    def refresh(self) -> None:
-        """Take in what this and other processes have changed."""
-        with self._whole():
-            changed = self._connection.execute(
-                "SELECT slot, key, checksum, revision FROM slots WHERE revision > ?"
-                " ORDER BY revision",
-                (self._revision,),
-            )
-            for slot, key, digest, revision in changed:
-                self._revision = revision
-                old = self._keys.pop(slot, None)
-                if old is not None and self.index[old].slot == slot:
-                    del self.index[old]
-                if key is not None:
-                    self._keys[slot] = key
-                    self.index[key] = Place(slot, int.from_bytes(digest))
-
-    def reserve(self, count: int) -> list[int]:
-        """Slots that only the caller may write to: never used ones, then those without an entry,
-        then those that were used least recently. Their entries are gone."""
-        with self._transaction() as (execute, revision):
-            (used,) = execute("SELECT coalesce(max(slot) + 1, 0) FROM slots").fetchone()
-            fresh = range(used, min(used + count, self.slots))
-            rows = execute(
-                "SELECT slot FROM slots WHERE slot < :end AND key IS NULL AND used < :abandoned"
-                " UNION ALL SELECT * FROM (SELECT slot FROM slots"
-                " WHERE slot < :end AND key IS NOT NULL ORDER BY used LIMIT :count) LIMIT :count",
-                {
-                    "end": self.slots,
-                    "abandoned": self._clock() - _ABANDONED,
-                    "count": count - len(fresh),
-                },
-            )
-            slots = [*fresh, *(slot for (slot,) in rows)]
-            for slot in slots:
-                execute(
-                    "INSERT OR REPLACE INTO slots VALUES (?, NULL, NULL, ?, ?)",
-                    (slot, self._clock(), revision),
-                )
-        return slots
-
-    def commit(self, entries: Iterable[tuple[int, bytes, int]]) -> None:
-        """Enter (slot, key, checksum) of what has been written. A chunk that somebody else has
-        entered meanwhile is left out."""
-        with self._transaction() as (execute, revision):
-            for slot, key, digest in entries:
-                execute(
-                    "UPDATE OR IGNORE slots SET key = ?, checksum = ?, used = ?, revision = ?"
-                    " WHERE slot = ? AND key IS NULL",
-                    (key, digest.to_bytes(8), self._clock(), revision, slot),
-                )
-                execute("UPDATE slots SET used = 0 WHERE slot = ? AND key IS NULL", (slot,))
-
-    def remove(self, places: Iterable[tuple[bytes, int]]) -> None:
-        """Remove the entries of (key, slot): their rows are void."""
-        with self._transaction() as (execute, revision):
-            for key, slot in places:
-                execute(
-                    "UPDATE slots SET key = NULL, checksum = NULL, used = 0, revision = ?"
-                    " WHERE slot = ? AND key = ?",
-                    (revision, slot, key),
-                )
+    def write(self, key: bytes, row: memoryview, verified: int) -> None:
+        """Save a row, whose checksum this is, unless it is there; others make room for it. Raises
+        OSError if the file system has none."""
+        if key in self:
+            return
+        self._check_space()
+        self._make_room()
+        name, folder = _name(key), f"{key[0]:02x}"
+        temporary = f"{name.removesuffix('.row')}.{secrets.token_hex(4)}.temporary"
+        if self._listed[key[0]] in (None, 0):
+            with suppress(FileExistsError):
+                os.mkdir(folder, 0o700, dir_fd=self._descriptor)
+        with mmap.mmap(-1, _PAGE) as page:
+            _HEADER.pack_into(page, 0, _VERSION, self.row_bytes, verified)
+            with self._written(temporary, [page, row], self._direct):
+                self._place(os.rename, temporary, name)
+        self._keys[key[0]].add(key)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """These chunks were used now."""
-        with self._transaction() as (execute, _):
-            for key in keys:
-                execute("UPDATE slots SET used = ? WHERE key = ?", (self._clock(), key))
-        os.utime(self.folder / _LOCK)
+        """These chunks were used now, and so was the store."""
+        for name in (*map(_name, keys), "store.json"):
+            with suppress(FileNotFoundError):
+                os.utime(name, dir_fd=self._descriptor)
+
+    def _make_room(self) -> None:
+        """Remove rows until one more fits."""
+        while (excess := (rows := len(self)) + 1 - self.max_rows) > 0:
+            found = sorted(self._sample())
+            enough = -(-len(found) * excess // rows)
+            for _, name in found[: max(enough, len(found) // _PART)]:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._descriptor)
+                key = bytes.fromhex(name[3:-4])
+                self._keys[key[0]].discard(key)
+
+    def _sample(self) -> list[tuple[float, str]]:
+        """When rows were last used, and their files. Rows from the future go first: the clock was
+        wrong."""
+        now, found = time.time(), list[tuple[float, str]]()
+        for number in self._turns():
+            for row in self._list(number):
+                name = f"{number:02x}/{row}"
+                with suppress(FileNotFoundError):
+                    used = os.stat(name, dir_fd=self._descriptor).st_mtime
+                    found.append((used if used <= now else 0.0, name))
+            if len(found) >= _SAMPLE:
+                break
+        return found
+
+    def _check_space(self) -> None:
+        found = os.statvfs(self._descriptor)
+        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        reserved = max(_RESERVED_BYTES, total // _RESERVED_PART)
+        if free < reserved + _PAGE + self.row_bytes:
+            reason = f"{free} bytes are free, of which {reserved} are left to others"
+            raise OSError(errno.ENOSPC, reason, str(self.folder))
+
+    # -- files --------------------------------------------------------------------------------
 
     def note(
         self, name: str, value: Any, merged: Callable[[Any, Any], Any] = lambda _, noted: noted
     ) -> Any:
-        """The JSON-able note of this name: `value`, or `merged(value, noted)` if there was one."""
-        with self._transaction() as (execute, _):
-            row = execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-            text = json.dumps(value if row is None else merged(value, json.loads(row[0])))
-            if row != (text,):
-                execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, text))
-        return json.loads(text)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[tuple[Callable[..., sqlite3.Cursor], int]]:
-        """To execute statements in, with the revision of what they change."""
-        execute = self._connection.execute
-        with self._whole():
-            execute("BEGIN IMMEDIATE")
-            try:
-                (latest,) = execute("SELECT coalesce(max(revision), 0) FROM slots").fetchone()
-                yield execute, latest + 1
-                execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Remove the store if its index turns out to be damaged."""
-        self._check_inode()
+        """The JSON-able note of this name: `value`, or `merged(value, noted)` if there was one.
+        Raises DamagedNoteError; then the store is removed."""
         try:
-            yield
-        except Exception as error:
-            if is_damage(error):
-                with locked(self.folder):
-                    self._check_inode()  # somebody else may have begun it anew
-                    discard(self.folder)
+            try:
+                noted = _noted(self._descriptor, name)
+            except FileNotFoundError:
+                with suppress(FileExistsError):  # another process was faster
+                    self._note(name, value, os.link)
+                noted = _noted(self._descriptor, name)
+        except DamagedNoteError:
+            remove(self.folder)
             raise
+        both = json.loads(json.dumps(merged(value, noted)))
+        if both != noted:
+            self._note(name, both, os.rename)
+        return both
 
-    def is_gone(self) -> bool:
-        """Whether the folder was removed or replaced."""
+    def _note(self, name: str, value: Any, place: Callable[..., None]) -> None:
+        text = json.dumps(value).encode()
+        data = hashlib.sha256(text).hexdigest().encode() + b" " + text
+        temporary = f"{secrets.token_hex(4)}.temporary"
+        with self._written(temporary, [data], os.O_SYNC):
+            self._place(place, temporary, f"{name}.json")
+
+    @contextmanager
+    def _written(self, temporary: str, parts: Sequence[Any], flags: int) -> Iterator[None]:
+        """While the file has its temporary name."""
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(temporary, flags, 0o600, dir_fd=self._descriptor)
         try:
-            return (self.folder / _INDEX).stat().st_ino != self._inode
-        except FileNotFoundError:
-            return True
+            with _closing(file):
+                if os.writev(file, parts) < sum(map(len, parts)):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+            yield
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=self._descriptor)
 
-    def _check_inode(self) -> None:
-        if self.is_gone():
-            raise StoreGoneError(errno.ENOENT, "the store was removed", str(self.folder))
-
-
-class _File:
-    """Closes `descriptor` when nobody uses it any more: another thread may be reading when its
-    store is closed, and if the store was removed, its space is free only then."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
+    def _place(self, place: Callable[..., None], temporary: str, name: str) -> None:
+        """Give it its name by `os.rename`, or by `os.link` if no file may have it."""
+        place(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
 
-def is_damage(error: Exception) -> bool:
-    """Whether an index has to be removed: it is no database, malformed, of another version, or has
-    values that nobody writes. What the disk or another process does passes. Subclasses of
-    DatabaseError stand for that, or for faults of ours."""
-    return type(error) is sqlite3.DatabaseError or isinstance(error, (TypeError, ValueError))
+def _name(key: bytes) -> str:
+    name = key.hex()
+    return f"{name[:2]}/{name}.row"
+
+
+def _open_folder(folder: Path | str, within: int | None = None) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(folder, flags, dir_fd=within)
 
 
 @contextmanager
-def closing_on_error(opened: sqlite3.Connection | Store) -> Iterator[None]:
+def _closing(descriptor: int) -> Iterator[None]:
     try:
-        yield
-    except BaseException:
-        opened.close()
-        raise
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """While no other process opens or discards the store. Raises BlockingIOError, an OSError, if
-    one takes longer than `_PATIENCE`: it may be suspended."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_LOOK)
-        os.utime(lock)
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
-def discard(folder: Path) -> None:
-    """Remove index and rows. Processes that have them open notice."""
-    for name in (_INDEX, f"{_INDEX}-wal", f"{_INDEX}-shm", _ROWS):
-        (folder / name).unlink(missing_ok=True)
+def _files(store: int, folder: str = ".") -> list[str]:
+    """The names of all files in one of a store's folders."""
+    try:
+        descriptor = _open_folder(folder, store)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    with _closing(descriptor), os.scandir(descriptor) as entries:
+        return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
 
-def _connect(folder: Path) -> sqlite3.Connection:
-    file = folder / _INDEX
-    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    connection = sqlite3.connect(
-        file, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+def _row_files(store: int, letters: str) -> tuple[list[str], list[str]]:
+    """The names of the rows in one of a store's folders, and of those that are being written."""
+    files = [
+        name
+        for name in _files(store, letters)
+        if name.startswith(letters) and _ROW_FILE.fullmatch(name)
+    ]
+    return (
+        [name for name in files if name.endswith(".row")],
+        [name for name in files if name.endswith(".temporary")],
     )
-    with closing_on_error(connection):
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"{file} has version {version}, not {_VERSION}")
-        if version == 0:  # else nothing is written: the file system may be full
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;"
-            )
-    return connection
 
 
-def _read_only(index: Path) -> sqlite3.Connection:
-    """One for all questions: SQLite opens a file for each connection, and closes none of them while
-    another connection of this process has the same file open."""
-    connection = sqlite3.connect(
-        f"{index.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False
-    )
-    with closing_on_error(connection):
-        connection.execute("PRAGMA user_version").fetchone()  # opens the log too
-    return connection
+def _noted(store: int, name: str) -> Any:
+    """Raises FileNotFoundError, DamagedNoteError."""
+    file = os.open(f"{name}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store)
+    with open(file, "rb") as note:
+        digest, _, text = note.read().partition(b" ")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise DamagedNoteError(f"{name}.json is damaged")
+    return json.loads(text)
 
 
-def _open_rows(file: Path) -> int:
-    """Past the page cache, where the file system allows it: the rows are in a pool already."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    with suppress(OSError):
-        direct = os.open(file, flags | os.O_DIRECT, 0o600)
-        try:
-            with mmap.mmap(-1, mmap.PAGESIZE) as page:
-                os.preadv(direct, [page], 0)
-            return direct
-        except OSError:
-            os.close(direct)
-            raise
-    return os.open(file, flags, 0o600)
+def _direct(store: int) -> int:
+    """The flag to read and write past the page cache, if the file system allows it: rows are in a
+    pool already."""
+    try:
+        file = os.open("store.json", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT, dir_fd=store)
+        with _closing(file), mmap.mmap(-1, _PAGE) as page:
+            os.preadv(file, [page], 0)
+    except OSError:
+        return 0
+    return os.O_DIRECT
 
 
 # -- all stores of a host --------------------------------------------------------------------------
 
 
 class Summary(NamedTuple):
-    """What a store has, and when it was last `used`, in seconds since the epoch. One with a
-    `problem` is begun anew by the next replica that opens it."""
+    """What a store has, and when it was last `used`, in seconds since the epoch. Without a
+    namespace, replicas do not use it."""
 
     folder: Path
-    bytes: int
     used: float
-    notes: Mapping[str, Any] = {}
+    model: str = ""
+    namespace: str = ""
+    row_bytes: int = 0
     rows: int = 0
-    problem: str = ""
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * (_PAGE + self.row_bytes)
 
 
 def summaries(parent: Path) -> list[Summary]:
     """The stores below `parent`, the one used last first. Raises OSError."""
     found = []
-    for folder in _folders(parent):
+    for folder in _stores(parent):
         with suppress(FileNotFoundError):  # removed meanwhile
             found.append(_summary(folder))
     return sorted(found, key=lambda each: each.used, reverse=True)
 
 
 def _summary(folder: Path) -> Summary:
-    size = 0
-    with suppress(FileNotFoundError):  # a replica is just making it
-        size = (folder / _ROWS).stat().st_blocks * 512
-    found = Summary(folder, size, _last_use(folder))
-    try:
-        with closing(_connect(folder)) as connection:
-            notes = dict(connection.execute("SELECT name, value FROM notes"))
-            (rows,) = connection.execute("SELECT count(key) FROM slots").fetchone()
-    except sqlite3.Error as error:
-        return found._replace(problem=str(error))
-    return found._replace(rows=rows, notes={name: json.loads(notes[name]) for name in notes})
-
-
-class Checked(NamedTuple):
-    right: int
-    wrong: int
-
-
-def check(folder: Path, row_bytes: int) -> Checked:
-    """Read all rows of a store. Raises OSError, sqlite3.Error."""
-    from xinference_xavier.pool.region import checksum  # imports numpy, which takes long
-
-    with closing(_connect(folder)) as connection:
-        entries = connection.execute(
-            "SELECT slot, key, checksum FROM slots WHERE key IS NOT NULL"
-        ).fetchall()
-    rows = _open_rows(folder / _ROWS)
-    right = 0
-    try:
-        with mmap.mmap(-1, row_bytes) as row:
-            for slot, key, expected in entries:
-                complete = os.preadv(rows, [row], slot * row_bytes) == row_bytes
-                view = memoryview(row)
-                right += complete and checksum(view, key) == int.from_bytes(expected)
-                view.release()
-    finally:
-        os.close(rows)
-    return Checked(right, len(entries) - right)
+    with _closing(store := _open_folder(folder)):
+        try:
+            notes = _noted(store, "store")
+        except (FileNotFoundError, DamagedNoteError):
+            return Summary(folder, folder.stat().st_mtime)
+        used = os.stat("store.json", dir_fd=store).st_mtime
+        rows = sum(len(_row_files(store, f"{number:02x}")[0]) for number in range(_FOLDERS))
+        return Summary(folder, used, rows=rows, **notes)
 
 
 def remove(folder: Path) -> None:
-    """Remove a store. Replicas that use it begin another one."""
-    with locked(folder):
-        discard(folder)
-    shutil.rmtree(folder)
+    """Remove what replicas have made there. Anything else stays, and the folder with it. Replicas
+    that use the store begin another one."""
+    removed = folder
+    if _STORE.fullmatch(folder.name):
+        removed = folder.with_name(f"{folder.name[:32]}.{secrets.token_hex(4)}.removed")
+        folder.rename(removed)
+    with _closing(store := _open_folder(removed)):
+        is_ours = _FORMER_FILE if _FORMER.fullmatch(folder.name) else _NOTE
+        for name in filter(is_ours.fullmatch, _files(store)):
+            os.unlink(name, dir_fd=store)
+        for number in range(_FOLDERS):
+            _remove_rows(store, f"{number:02x}")
+    with suppress(OSError):  # it is not empty
+        removed.rmdir()
+
+
+def _remove_rows(store: int, letters: str) -> None:
+    for name in chain(*_row_files(store, letters)):
+        with suppress(FileNotFoundError):
+            os.unlink(f"{letters}/{name}", dir_fd=store)
+    with suppress(OSError):  # it is not there, or not empty
+        os.rmdir(letters, dir_fd=store)
 
 
 def remove_unused(parent: Path, now: float) -> list[Path]:
-    """Remove the stores that nobody has used for a week; returns their folders."""
+    """Remove the stores that nobody has used for a week, nor has open; returns their folders."""
     unused = []
-    for folder in _folders(parent):
-        with suppress(FileNotFoundError):  # another replica starts, too, and was faster
-            if now - _last_use(folder) > WEEK:
-                remove(folder)
-                unused.append(folder)
+    for each in summaries(parent):
+        if now - each.used > WEEK and not _FORMER.fullmatch(each.folder.name):
+            with (
+                suppress(FileNotFoundError, BlockingIOError),  # removed, or opened, meanwhile
+                _closing(store := _open_folder(each.folder)),
+            ):
+                fcntl.flock(store, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(each.folder)
+                unused.append(each.folder)
     return unused
 
 
-def _folders(parent: Path) -> list[Path]:
-    return [index.parent for index in parent.glob(f"*/{_INDEX}")]
-
-
-def _last_use(folder: Path) -> float:
-    return (folder / _LOCK).stat().st_mtime
+def _stores(parent: Path) -> list[Path]:
+    """Those that are used, and what is left of others."""
+    with os.scandir(parent) as entries:
+        folders = [parent / each.name for each in entries if each.is_dir(follow_symlinks=False)]
+    return [
+        each
+        for each in folders
+        if _STORE.fullmatch(each.name)
+        or _REMOVED.fullmatch(each.name)
+        or (_FORMER.fullmatch(each.name) and (each / "index.db").is_file())
+    ]

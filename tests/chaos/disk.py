@@ -9,11 +9,12 @@ import errno
 import os
 import random
 import shutil
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,21 +45,21 @@ def obey_orders(parent: Path) -> None:
     """Let this process's calls to stores below `parent` obey orders from now on."""
     read, write = disk.Store.read, disk.Store.write
 
-    def obeying_read(store: disk.Store, slot: int, row: memoryview) -> bool:
+    def obeying_read(store: disk.Store, key: bytes, row: memoryview) -> int:
         while _ordered(parent, DiskOrder.HANG):
             threading.Event().wait(_PAUSE)
         if _ordered(parent, DiskOrder.SLOW):
             threading.Event().wait(10 * _PAUSE)
         if _ordered(parent, DiskOrder.FAIL):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(store, slot, row)
+        return read(store, key, row)
 
-    def obeying_write(store: disk.Store, slot: int, row: memoryview) -> None:
+    def obeying_write(store: disk.Store, key: bytes, row: memoryview, verified: int) -> None:
         if _ordered(parent, DiskOrder.FULL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if _ordered(parent, DiskOrder.TEAR):
             row = memoryview(bytes(len(row) // 2) + bytes(row[len(row) // 2 :]))
-        write(store, slot, row)
+        write(store, key, row, verified)
 
     disk.Store.read = obeying_read  # type: ignore[method-assign, assignment]
     disk.Store.write = obeying_write  # type: ignore[method-assign, assignment]
@@ -99,43 +100,60 @@ def _of_files(damage: Callable[[Path, random.Random], None]) -> Kind:
             cluster.damaged_disks += 1
             try:
                 damage(stores[0], random.Random(step.number))
-            except FileNotFoundError:  # a replica begins it anew
+            except FileNotFoundError:  # a replica removes what is damaged
                 return False
         return until(lambda: noticed() > before, _EFFECT_TIME)
 
     return inject
 
 
+def _rows(folder: Path) -> list[Path]:
+    return sorted(folder.glob("??/*.row"))
+
+
 def _flip(folder: Path, source: random.Random) -> None:
     """A byte in every page."""
-    with (folder / "rows").open("r+b") as rows:
-        for page in range(0, os.fstat(rows.fileno()).st_size, 4096):
-            rows.seek(page + source.randrange(4096))
-            rows.write(bytes([source.randrange(256)]))
+    for row in _rows(folder):
+        with row.open("r+b") as file:
+            for page in range(0, os.fstat(file.fileno()).st_size, 4096):
+                file.seek(page + source.randrange(4096))
+                file.write(bytes([source.randrange(256)]))
 
 
 def _swap(folder: Path, _: random.Random) -> None:
-    rows = folder / "rows"
-    with sqlite3.connect(folder / "index.db") as index:
-        size = int(index.execute("SELECT value FROM notes WHERE name = 'row_bytes'").fetchone()[0])
-    index.close()
-    whole = rows.read_bytes()
-    with rows.open("r+b") as file:
-        file.write(whole[size:] + whole[:size])
+    """Give each row the name of the next."""
+    rows = _rows(folder)
+    first = rows[0].rename(folder / "first")
+    for name, row in pairwise(rows):
+        row.rename(name)
+    first.rename(rows[-1])
 
 
 def _cut_off(folder: Path, source: random.Random) -> None:
-    os.truncate(folder / "rows", (folder / "rows").stat().st_size // source.randint(2, 20))
+    for row in _rows(folder):
+        os.truncate(row, row.stat().st_size // source.randint(2, 20))
 
 
-def _damage_index(folder: Path, source: random.Random) -> None:
-    index = folder / "index.db"
-    with index.open("r+b") as file:
-        file.write(source.randbytes(index.stat().st_size))
+def _damage_notes(folder: Path, source: random.Random) -> None:
+    for note in folder.glob("*.json"):
+        note.write_bytes(source.randbytes(note.stat().st_size))
 
 
-def _remove(folder: Path, _: random.Random) -> None:
-    shutil.rmtree(folder)
+def _remove(cluster: Cluster, _: Step) -> bool:
+    """As an operator may, without asking anybody."""
+    with cluster.resets:
+        stores = [each.folder for each in disk.summaries(cluster.disk) if each.rows]
+        if not stores:
+            return False
+        former = (stores[0] / "store.json").stat().st_ino
+        shutil.rmtree(stores[0], ignore_errors=True)  # a replica may save something meanwhile
+
+    def begun_anew() -> bool:
+        with suppress(FileNotFoundError):
+            return (stores[0] / "store.json").stat().st_ino != former
+        return False
+
+    return until(begun_anew, _EFFECT_TIME)
 
 
 def rollbacks(cluster: Cluster) -> Counter[str]:
@@ -171,8 +189,8 @@ KINDS: Mapping[str, Kind] = {
     "disk rows flipped": _of_files(_flip),
     "disk rows swapped": _of_files(_swap),
     "disk rows cut off": _of_files(_cut_off),
-    "disk index damaged": _of_files(_damage_index),
-    "disk removed": _of_files(_remove),
+    "disk notes damaged": _of_files(_damage_notes),
+    "disk removed": _remove,
     DiskOrder.HANG: _by_order(DiskOrder.HANG, lambda cluster: rollbacks(cluster)["timeout"]),
     DiskOrder.FAIL: _by_order(DiskOrder.FAIL, lambda cluster: rollbacks(cluster)["disk"]),
     DiskOrder.SLOW: _by_order(DiskOrder.SLOW, _read),

@@ -6,29 +6,25 @@ import pytest
 from click.testing import CliRunner, Result
 
 from xinference_xavier.cli.commands import main
-from xinference_xavier.disk import Store, folder_of
+from xinference_xavier.disk import Store, summaries
 from xinference_xavier.pool.region import Region
 
 ROW_BYTES = 4096
 
 
-def run(*words: str) -> Result:
-    return CliRunner().invoke(main, ["disk", *words], catch_exceptions=False)
+def run(*words: str, typed: str = "") -> Result:
+    return CliRunner().invoke(main, ["disk", *words], input=typed, catch_exceptions=False)
 
 
 def saved(parent: Path, model: str, rows: int) -> Path:
     """The folder of a model's store with some rows."""
-    folder = folder_of(parent, model, ROW_BYTES)
-    store, region = Store(folder, ROW_BYTES, 1 << 20), Region.create(rows, ROW_BYTES)
-    store.note("model", model)
-    store.note("row_bytes", ROW_BYTES)
-    keys = [number.to_bytes(36) for number in range(rows)]
-    for slot in store.reserve(rows):
-        region.row(slot)[:] = slot
-        store.write(slot, region.row(slot).data)
-    store.commit((slot, key, region.checksum(slot, key)) for slot, key in enumerate(keys))
-    store.close()
-    return folder
+    store = Store(parent, model, ROW_BYTES, 1 << 20, model)
+    region = Region.create(rows, ROW_BYTES)
+    for number in range(rows):
+        key = number.to_bytes(36)
+        region.row(number)[:] = number
+        store.write(key, region.row(number).data, region.checksum(number, key))
+    return store.folder
 
 
 def test_stores_are_listed(tmp_path: Path) -> None:
@@ -37,48 +33,54 @@ def test_stores_are_listed(tmp_path: Path) -> None:
     listed = run("ls", str(tmp_path))
     assert listed.exit_code == 0
     assert {line.split()[0] for line in listed.output.splitlines()[1:]} == {"qwen", "llama"}
-    assert "12.0 KiB" in listed.output
+    assert "24.0 KiB" in listed.output
 
 
 def test_an_empty_folder_has_none(tmp_path: Path) -> None:
     assert run("ls", str(tmp_path)).output == "No replica has saved anything there.\n"
+    assert run("clear", str(tmp_path)).output == f"No store to remove in {tmp_path}.\n"
 
 
-def test_rows_are_verified(tmp_path: Path) -> None:
+def test_rows_are_verified_and_wrong_ones_removed(tmp_path: Path) -> None:
     folder = saved(tmp_path, "qwen", 3)
     assert run("check", str(tmp_path)).output == f"{folder.name}: 3 right, 0 wrong\n"
-    with (folder / "rows").open("r+b") as rows:
-        rows.write(b"damage")
+    row = folder / "00" / f"{(1).to_bytes(36).hex()}.row"
+    row.write_bytes(b"damage" + row.read_bytes()[6:])
     checked = run("check", str(tmp_path))
-    assert checked.output.startswith(f"{folder.name}: 2 right, 1 wrong\n")
+    assert checked.output == f"{folder.name}: 2 right, 1 wrong, removed\n"
     assert checked.exit_code == 1
+    assert run("check", str(tmp_path)).output == f"{folder.name}: 2 right, 0 wrong\n"
 
 
-@pytest.mark.parametrize(("options", "left"), [([], []), (["--model", "qwen"], ["llama"])])
-def test_stores_are_removed(tmp_path: Path, options: list[str], left: list[str]) -> None:
+@pytest.mark.parametrize(("options", "left"), [([], set()), (["--model", "qwen"], {"llama"})])
+def test_stores_are_removed(tmp_path: Path, options: list[str], left: set[str]) -> None:
+    """Nothing else is."""
     saved(tmp_path, "qwen", 1)
     saved(tmp_path, "llama", 1)
-    cleared = run("clear", str(tmp_path), *options)
-    assert cleared.output.startswith(f"{2 - len(left)} of 2 stores removed")
-    assert [each.name for each in tmp_path.iterdir()] == [
-        folder_of(tmp_path, model, ROW_BYTES).name for model in left
-    ]
+    for name in ("notes.txt", "0" * 32, "cache.store"):
+        (tmp_path / name).mkdir()
+    cleared = run("clear", str(tmp_path), *options, "--yes")
+    assert f"{2 - len(left)} of 2 stores removed" in cleared.output
+    assert {each.model for each in summaries(tmp_path)} == left
+    assert len([*tmp_path.iterdir()]) == len(left) + 3
 
 
-def test_a_damaged_store_is_shown_and_can_be_removed(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "qwen", 1)
-    (folder / "index.db").write_bytes(b"no database")
-    assert "file is not a database" in run("ls", str(tmp_path)).output
-    checked = run("check", str(tmp_path))
-    assert checked.output.startswith(f"{folder.name}: file is not a database\n")
-    assert checked.exit_code == 1
-    assert run("clear", str(tmp_path)).output.startswith("1 of 1 stores removed")
+@pytest.mark.parametrize(("typed", "left"), [("y\n", 0), ("n\n", 2), ("", 2)])
+def test_whoever_removes_stores_is_asked(tmp_path: Path, typed: str, left: int) -> None:
+    saved(tmp_path, "qwen", 1)
+    (former := tmp_path / ("0123456789abcdef" * 2)).mkdir()
+    (former / "index.db").touch()
+    cleared = run("clear", str(tmp_path), typed=typed)
+    assert f"To be removed, of 2 stores in {tmp_path}:" in cleared.output
+    assert "qwen" in cleared.output
+    assert "(not in use)" in cleared.output
+    assert len(summaries(tmp_path)) == left
+    assert cleared.exit_code == (1 if left else 0)
 
 
 def test_a_folder_that_cannot_be_read_is_said_in_a_sentence(tmp_path: Path) -> None:
-    index = saved(tmp_path, "qwen", 1) / "index.db"
-    index.unlink()
-    index.mkdir()
-    listed = run("ls", str(tmp_path))
+    store = saved(tmp_path, "qwen", 1)
+    store.chmod(0o777)
+    listed = run("check", str(tmp_path))
     assert listed.exit_code == 1
-    assert listed.output.startswith(f"Error: {tmp_path} cannot be read: [Errno 21]")
+    assert listed.output.startswith(f"Error: {tmp_path} cannot be read: xavier_disk=")

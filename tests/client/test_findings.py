@@ -187,6 +187,8 @@ def test_a_disk_that_fails_or_has_rows_of_others() -> None:
     (finding,) = found(disk=disk | {"state": "computed differently"})
     assert "what is in /disk was computed differently" in finding.problem
     assert "xinference-xavier disk clear /disk" in finding.remedy
+    (finding,) = found(disk=disk | {"state": "weights unknown", "problem": "no files"})
+    assert finding.problem == "does not use the disk at /disk: no files"
     assert found(disk=disk | {"problem": ""}) == []
 
 

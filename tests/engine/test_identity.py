@@ -258,16 +258,16 @@ class TestHub:
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / "main").write_text(commit)
 
-    def fingerprint(
+    def fields(
         self, config: VllmConfig, cache_config: KVCacheConfig, cache: Path, revision: str | None
-    ) -> str:
+    ) -> dict[str, object]:
         named = copy(config)
         set_to(named, "model_config", copy(config.model_config))
         set_to(named, "load_config", copy(config.load_config))
         set_to(named.model_config, "model", "org/name")
         set_to(named.model_config, "revision", revision)
         set_to(named.load_config, "download_dir", str(cache))
-        return namespace(named, cache_config)
+        return module.fingerprint_fields(named, cache_config, CHUNK_TOKENS)
 
     def test_its_files_in_the_local_cache_count(
         self, config: VllmConfig, cache_config: KVCacheConfig, model_folder: Path, tmp_path: Path
@@ -275,19 +275,32 @@ class TestHub:
         found = []
         for number, commit in enumerate(("a" * 40, "b" * 40)):
             self.cached(tmp_path, model_folder, commit, number)
-            found.append(self.fingerprint(config, cache_config, tmp_path, None))
-            by_commit = self.fingerprint(config, cache_config, tmp_path, commit)
+            found.append(self.fields(config, cache_config, tmp_path, None))
+            by_commit = self.fields(config, cache_config, tmp_path, commit)
             assert by_commit == found[-1], "main is this commit"
-        assert found[0] != found[1]
+            assert module.known_by_name(by_commit) == []
+        assert module.digest(found[0]) != module.digest(found[1])
 
     def test_without_them_its_name_and_revision_do(
         self, config: VllmConfig, cache_config: KVCacheConfig, tmp_path: Path
     ) -> None:
         one, other = (
-            self.fingerprint(config, cache_config, tmp_path, revision)
-            for revision in (None, "another")
+            self.fields(config, cache_config, tmp_path, revision) for revision in (None, "another")
         )
-        assert one != other
+        assert module.digest(one) != module.digest(other)
+        assert module.known_by_name(one) == ["org/name"]
+
+    def test_a_folder_without_weights_is_a_name(
+        self, cache_config: KVCacheConfig, model_folder: Path, tmp_path: Path
+    ) -> None:
+        """Its loader has them elsewhere."""
+        folder = shutil.copytree(model_folder, tmp_path / "other")
+        config = engine_config(folder)
+        (folder / "model.safetensors").unlink()
+        other_file("generation_config.json")(folder)
+        fields = module.fingerprint_fields(config, cache_config, CHUNK_TOKENS)
+        assert module.known_by_name(fields) == [str(folder)]
+        assert "file generation_config.json" in fields
 
 
 @pytest.mark.parametrize(

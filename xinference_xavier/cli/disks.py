@@ -1,16 +1,18 @@
 """The commands for what replicas of this host have saved on a disk."""
 
-import sqlite3
+import mmap
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from xinference_xavier import disk as stores
 from xinference_xavier.cli import tables
+from xinference_xavier.disk import DamagedRowError, Store, remove, summaries
+from xinference_xavier.errors import ConfigError
 
 
 def _of_folder(command: Callable[..., None]) -> Callable[..., None]:
@@ -23,7 +25,7 @@ def _of_folder(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(folder: Path, **options: Any) -> None:
         try:
             command(folder, **options)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, ConfigError) as error:
             click.echo(f"Error: {folder} cannot be read: {error}", err=True)
             sys.exit(1)
 
@@ -42,35 +44,58 @@ def disk() -> None:
 @_of_folder
 def ls(folder: Path) -> None:
     """List the stores. Each model, its weights, and the layout of its cache have their own."""
-    tables.console().print(tables.stores_table(stores.summaries(folder)))
+    tables.console().print(tables.stores_table(summaries(folder)))
 
 
 @disk.command()
 @_of_folder
 def check(folder: Path) -> None:
-    """Read all rows, and verify their checksums. Replicas may go on meanwhile."""
+    """Read all rows, verify their checksums, and remove those that are wrong. Replicas may go on
+    meanwhile."""
     wrong = 0
-    for summary in stores.summaries(folder):
-        if summary.problem:
-            wrong += 1
-            click.echo(f"{summary.folder.name}: {summary.problem}")
+    for each in summaries(folder):
+        if not each.namespace:
             continue
-        checked = stores.check(summary.folder, summary.notes["row_bytes"])
-        wrong += checked.wrong
-        click.echo(f"{summary.folder.name}: {checked.right:,} right, {checked.wrong:,} wrong")
-    if wrong:
-        click.echo("Replicas find what is wrong themselves and never use it.")
+        store = Store(folder, each.namespace, each.row_bytes, each.bytes)
+        damaged = _damaged(store)
+        wrong += damaged
+        removed = ", removed" if damaged else ""
+        click.echo(f"{each.folder.name}: {len(store):,} right, {damaged:,} wrong{removed}")
     sys.exit(1 if wrong else 0)
+
+
+def _damaged(store: Store) -> int:
+    """The number of wrong rows, which are removed."""
+    damaged = 0
+    while not store.is_known:
+        store.look()
+    with mmap.mmap(-1, store.row_bytes) as row, memoryview(row) as view:
+        for key in store:
+            try:
+                with suppress(FileNotFoundError):  # a replica has just removed it
+                    store.read(key, view)
+            except DamagedRowError:
+                damaged += 1
+    return damaged
 
 
 @disk.command()
 @_of_folder
 @click.option("--model", help="Only the stores of this model.")
-def clear(folder: Path, model: str | None) -> None:
-    """Remove the stores. Replicas that use one begin another."""
-    found = stores.summaries(folder)
-    removed = [each for each in found if model in (None, each.notes.get("model"))]
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(folder: Path, model: str | None, yes: bool) -> None:
+    """Remove the stores, and nothing else. Replicas that use one begin another."""
+    found = summaries(folder)
+    removed = [each for each in found if model in (None, each.model)]
+    if not removed:
+        click.echo(f"No store to remove in {folder}.")
+        return
+    click.echo(f"To be removed, of {len(found)} stores in {folder}:")
+    tables.console().print(tables.stores_table(removed))
+    if not yes:
+        click.confirm("Remove them?", abort=True)
     for each in removed:
-        stores.remove(each.folder)
+        with suppress(FileNotFoundError):  # a replica has removed it
+            remove(each.folder)
     freed = tables.size(sum(each.bytes for each in removed))
     click.echo(f"{len(removed)} of {len(found)} stores removed, {freed} freed")

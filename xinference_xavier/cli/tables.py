@@ -201,8 +201,9 @@ def stores_table(stores: Iterable[Summary]) -> RenderableType:
     table.add_column("folder")
     for each in stores:
         used = datetime.fromtimestamp(each.used).isoformat(" ", "minutes")
-        model = each.problem or each.notes.get("model", "")
-        table.add_row(model, used, f"{each.rows:,}", size(each.bytes), each.folder.name)
+        table.add_row(
+            each.model or "(not in use)", used, f"{each.rows:,}", size(each.bytes), each.folder.name
+        )
     return table if table.row_count else Text("No replica has saved anything there.")
 
 

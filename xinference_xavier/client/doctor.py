@@ -337,6 +337,13 @@ def _disk(replica: _Replica) -> Iterator[Finding]:
             f"{disk.folder} on its host",
             grave=False,
         )
+    elif disk.state == "weights unknown":
+        yield Finding(
+            replica.where,
+            f"does not use the disk at {disk.folder}: {disk.problem}",
+            "launch the model from a folder on its host",
+            grave=False,
+        )
     elif disk.problem:
         yield Finding(
             replica.where,

@@ -54,6 +54,7 @@ _NOT_SETTINGS = (
     "special_tokens_map",
     "chat_template",
 )
+_DRAFT, _NAMED = "draft_", "named"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -161,15 +162,22 @@ def _draft_files(vllm_config: VllmConfig) -> dict[str, object]:
     if draft is None or draft.model == vllm_config.model_config.model:
         return {}
     load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    return _model_files("draft_", draft, load)
+    return _model_files(_DRAFT, draft, load)
 
 
 def _model_files(prefix: str, model: ModelConfig, load: LoadConfig) -> dict[str, object]:
     folder = _snapshot(model, load) if not os.path.exists(model.model) else Path(model.model)
-    if folder is None:
-        return {f"{prefix}weights": model.model, f"{prefix}revision": model.revision}
-    settings = {f"{prefix}file {name}": found for name, found in _settings(folder).items()}
-    return {f"{prefix}weights": weights_fingerprint(folder), **settings}
+    settings = _settings(folder) if folder is not None else {}
+    fields: dict[str, object] = {f"{prefix}file {name}": settings[name] for name in settings}
+    if folder is not None and _weights_files(folder):
+        return {**fields, f"{prefix}weights": weights_fingerprint(folder)}
+    return {**fields, f"{prefix}{_NAMED}": model.model, f"{prefix}revision": model.revision}
+
+
+def known_by_name(fingerprint_fields: Mapping[str, object]) -> list[str]:
+    """The models whose names stand for their weights, of which no files were found."""
+    names = (fingerprint_fields.get(f"{prefix}{_NAMED}") for prefix in ("", _DRAFT))
+    return [str(name) for name in names if name is not None]
 
 
 def _snapshot(model: ModelConfig, load: LoadConfig) -> Path | None:
@@ -232,8 +240,7 @@ def weights_fingerprint(path: Path) -> str:
     Two fine-tunes of one model differ. Reads a few hundred bytes per tensor, so it is fast for any
     size. Without weights there, it covers the path.
     """
-    found = [path] if path.is_file() else sorted(path.rglob("*"))
-    files = [file for file in found if file.suffix in _WEIGHT_SUFFIXES and file.is_file()]
+    files = _weights_files(path)
     fingerprint = hashlib.sha256(b"" if files else str(path).encode())
     for file in files:
         fingerprint.update(f"{file.name}:{file.stat().st_size};".encode())
@@ -251,6 +258,11 @@ def weights_fingerprint(path: Path) -> str:
                     weights.seek(offset)
                     fingerprint.update(weights.read(min(_SAMPLE_BYTES, end - offset)))
     return fingerprint.hexdigest()[:32]
+
+
+def _weights_files(path: Path) -> list[Path]:
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    return [file for file in found if file.suffix in _WEIGHT_SUFFIXES and file.is_file()]
 
 
 def _safetensors_header(weights: FileIO) -> tuple[bytes, list[tuple[int, int]]]:

@@ -224,6 +224,7 @@ class XavierSpec(OffloadingSpec):
                 region,
                 pool,
                 saves_all=config.disk_save == "all",
+                by_name=identity.known_by_name(fingerprint_fields),
             )
         tier = PeerTier(pool, mirror, disk)
         sketcher = Sketcher(

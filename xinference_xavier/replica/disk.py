@@ -7,6 +7,7 @@ more source.
 
 | state     | what is done                   | left for                                          |
 |-----------|--------------------------------|---------------------------------------------------|
+| UNKNOWN   | nothing                        |                                                   |
 | CLOSED    | the store is opened, if we may | COMPARING: it is open                             |
 | COMPARING | waits for the engine's canary  | OPEN: whoever saved rows here computed the same   |
 |           |                                | DIFFERS: it did not                               |
@@ -14,10 +15,12 @@ more source.
 |           |                                | or a canary that came later differs               |
 | DIFFERS   | waits for another store        | CLOSED: somebody has removed this one             |
 
-Each state is left for CLOSED when the namespace changes, and all but DIFFERS when the disk fails.
+An engine is UNKNOWN whose weights have no fingerprint: rows would outlive what a name stands for.
+The other states are left for CLOSED when the namespace changes, and all but
+DIFFERS when the disk fails.
 
 Threading: the replica's background loop; the scheduler thread asks `PeerTier`. Calls to the disk
-run in daemon threads, because they may never return: one for the index and for writing, others for
+run in daemon threads, because they may never return: one for folders and for writing, others for
 reading. If they hang, reads end by their deadlines, and the cost model leaves the disk out.
 """
 
@@ -25,10 +28,9 @@ import asyncio
 import errno
 import logging
 import shutil
-import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -37,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from xinference_xavier import disk
-from xinference_xavier.disk import Place, Store
+from xinference_xavier.disk import DamagedRowError, Store
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
@@ -49,7 +51,7 @@ from xinference_xavier.stats.schema import DiskStats
 
 logger = logging.getLogger(__name__)
 
-_PAUSE = 1.0  # seconds between two looks at the index, at most
+_PAUSE = 1.0  # seconds between two looks at the folders, at most
 _RETRY = 30.0  # seconds after a failure
 _HANGS = 10.0  # seconds
 _CLEAN_UP = 3600.0  # seconds
@@ -62,12 +64,10 @@ _MAX_WAITING = 1024  # rows to be read before more are refused
 _SHARE = 10  # the file system is so many times as large as the store, by default
 
 
-_DAMAGED, _NOT_HELD = "checksum", "not held"
-
-
 class DiskState(Enum):
     """See the module's docstring."""
 
+    UNKNOWN = "weights unknown"
     CLOSED = "closed"
     COMPARING = "comparing"
     OPEN = "open"
@@ -76,7 +76,8 @@ class DiskState(Enum):
 
 class Disk:
     """A store of at most `max_bytes` below `parent`, for the rows of `region`. None stands for a
-    tenth of the file system."""
+    tenth of the file system. `by_name` are models whose weights have no fingerprint. Raises
+    ConfigError if others could put rows into `parent`."""
 
     def __init__(
         self,
@@ -87,10 +88,19 @@ class Disk:
         pool: Pool,
         *,
         saves_all: bool = False,
+        by_name: Sequence[str] = (),
     ) -> None:
-        self.index: Mapping[bytes, Place] = {}  # of what can be read
+        with suppress(OSError):  # it is not there yet, or fails, which passes
+            disk.check_private(parent, parent.stat())
+        self.index: Store | tuple[()] = ()  # what can be read
         self.state = DiskState.CLOSED
         self.stats = DiskStats(folder=str(parent))
+        if by_name:
+            self.state = DiskState.UNKNOWN
+            self.stats.problem = (
+                f"there are no files with the weights of {', '.join(by_name)}, so nothing would "
+                "tell rows of other weights with that name; launch the model from a folder"
+            )
         self._parent = parent
         self._max_bytes = max_bytes
         self._model_uid = model_uid
@@ -104,7 +114,6 @@ class Disk:
         self._once: OrderedDict[bytes, None] = OrderedDict()  # chunks that one request had
         self._wanted: dict[bytes, None] = {}  # to be saved
         self._touched: set[bytes] = set()
-        self._void: set[tuple[bytes, int]] = set()
         self._open_at = self._save_at = self._clean_up_at = 0.0
         self._news = asyncio.Event()
         self._thread = DaemonThreads(1, "xavier-disk")
@@ -117,7 +126,7 @@ class Disk:
 
     def move(self, namespace: str | None) -> None:
         """Change to the store of another namespace; None: to none."""
-        if namespace == self._namespace:
+        if namespace == self._namespace or self.state is DiskState.UNKNOWN:
             return
         self._namespace = namespace
         self._once.clear()
@@ -182,28 +191,22 @@ class Disk:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def read(self, rows: Sequence[Row]) -> tuple[list[int], Awaitable[PullResult]]:
-        """Read the rows of these chunks, from the first one on, into their slots. Returns their
-        checksums, and what tells how many were verified; it may be cancelled only when it is done.
-        """
-        index = self.index
-        found = takewhile(
-            lambda each: each[1] is not None, ((row, index.get(row.key)) for row in rows)
-        )
-        places = [(row, place) for row, place in found if place is not None]
-        return [place.checksum for _, place in places], self._read(rows, places)
-
-    async def _read(self, rows: Sequence[Row], places: Sequence[tuple[Row, Place]]) -> PullResult:
-        store = self._store
-        if store is None or not places:
-            return PullResult(0, _NOT_HELD, DISK)
+    async def read(self, rows: Sequence[Row], checksums: list[int]) -> PullResult:
+        """Read the rows of these chunks, from the first one on, into their slots. `checksums` gets
+        those of the rows that were verified. It may be cancelled only when it is done."""
+        store, index = self._store, self.index
+        held = [*takewhile(lambda row: row.key in index, rows)]
+        if store is None or not held:
+            return PullResult(0, "not held", DISK)
         if self._readers.waiting > self._max_waiting:
             return PullResult(0, "busy", DISK)
         loop = asyncio.get_running_loop()
         reading = asyncio.gather(
             *(
-                loop.run_in_executor(self._readers, self._read_row, store, row, place)
-                for row, place in places
+                loop.run_in_executor(
+                    self._readers, store.read, row.key, self._region.row(row.slot).data
+                )
+                for row in held
             ),
             return_exceptions=True,
         )
@@ -215,36 +218,30 @@ class Disk:
                 cancelled = error
         if cancelled is not None:
             raise cancelled
-        if store.index is not self.index:  # it was closed, or its rows are not ours
-            return PullResult(0, _NOT_HELD, DISK)
-        outcomes = reading.result()
-        reasons = [*map(self._reason, outcomes, places), _NOT_HELD]
-        verified = len([*takewhile(lambda reason: reason is None, reasons)])
-        return PullResult(verified, None if verified == len(rows) else reasons[verified], DISK)
+        if store is not self.index:  # it was closed, or its rows are not ours
+            return PullResult(0, "not held", DISK)
+        reason = None if len(held) == len(rows) else "not held"
+        for outcome in reversed(reading.result()):
+            if isinstance(outcome, BaseException):
+                reason = self._reason(outcome)
+                checksums.clear()
+            else:
+                checksums.insert(0, outcome)
+        return PullResult(len(checksums), reason, DISK)
 
-    def _reason(self, outcome: str | BaseException | None, place: tuple[Row, Place]) -> str | None:
-        """Why a row was not read; None if it was."""
-        if outcome is None:
-            return None
-        self._void.add((place[0].key, place[1].slot))
-        if isinstance(outcome, str):
-            return outcome
-        self._failed(outcome)
+    def _reason(self, error: BaseException) -> str:
+        """Why a row was not read."""
+        if isinstance(error, FileNotFoundError):  # another replica has removed it
+            return "not held"
+        if isinstance(error, DamagedRowError):
+            return "checksum"
+        self._failed(error)
         return "disk"
-
-    def _read_row(self, store: Store, row: Row, place: Place) -> str | None:
-        """Why it is not the chunk's row; None if it is. Raises OSError, sqlite3.Error."""
-        complete = store.read(place.slot, self._region.row(row.slot).data)
-        is_equal = complete and self._region.checksum(row.slot, row.key) == place.checksum
-        if is_equal:
-            return None
-        # Another replica may have reused the slot.
-        return _DAMAGED if store.has(row.key, place) else _NOT_HELD
 
     # -- saving ---------------------------------------------------------------------------------
 
     async def run(self, forget: Callable[[str], object]) -> None:
-        """Save what is wanted, and keep the index up to date, until cancelled. If the engine turns
+        """Save what is wanted, and learn what others save, until cancelled. If the engine turns
         out to compute other rows, `forget` those that came from the disk."""
         while True:
             before = self.state
@@ -276,29 +273,31 @@ class Disk:
         return store
 
     async def _work(self) -> None:
-        store = self._store or await self._begin()
+        store = await self._begin() if self._store is None else self._store
         if store is None:
             return
-        if self.state is DiskState.DIFFERS:
-            if await self._call(store.is_gone) and store is self._store:
+        if await self._call(store.is_gone):
+            if store is self._store:
                 self._close()
             return
-        await self._agree(store)
-        if store.index is not self.index:
+        if self.state is not DiskState.DIFFERS:
+            await self._agree(store)
+        if store is not self._store or self.state is DiskState.DIFFERS:
             return
-        touched, void, rows = set[bytes](), set[tuple[bytes, int]](), list[Row]()
+        touched, rows = set[bytes](), list[Row]()
         if self._saves:
             touched, self._touched = self._touched, touched
-            void, self._void = self._void, void
             rows = self._pinned()
         try:
-            failure = await self._call(self._update, store, touched, void, rows)
+            failure = await self._call(self._update, store, touched, rows)
         finally:
             self._pool.unpin(rows)
         if failure is not None:
             self._cannot_write(failure)
         elif rows:
             self.stats.problem = ""
+        if not store.is_known:
+            self._news.set()
 
     async def _agree(self, store: Store) -> None:
         """Compare what the engine has computed since the last time."""
@@ -308,7 +307,7 @@ class Disk:
             return
         try:
             found = await self._call(self._compare, store, new)
-        except sqlite3.OperationalError as error:
+        except OSError as error:
             self._cannot_write(error)
             return
         if store is not self._store or self.state is DiskState.DIFFERS:
@@ -317,7 +316,7 @@ class Disk:
             self.distrust(found)
             return
         self._compared.update(new)
-        self.state, self.index = DiskState.OPEN, store.index
+        self.state, self.index = DiskState.OPEN, store
 
     def _cannot_write(self, error: Exception) -> None:
         """The disk may be full, and be read all the same."""
@@ -326,7 +325,13 @@ class Disk:
 
     @property
     def _saves(self) -> bool:
-        return self.state is DiskState.OPEN and time.monotonic() >= self._save_at
+        """Whether rows may be saved now. Before all are known, the limit could be exceeded."""
+        return (
+            self._store is not None
+            and self._store.is_known
+            and self.state is DiskState.OPEN
+            and time.monotonic() >= self._save_at
+        )
 
     def _pinned(self) -> list[Row]:
         """Some rows to save, pinned."""
@@ -343,7 +348,7 @@ class Disk:
         return rows
 
     async def _call(self, call: Callable[..., Any], *args: object) -> Any:
-        """Call it in the thread for the index, and wait for as long as it takes."""
+        """Call it in the thread for writing, and wait for as long as it takes."""
         calling = asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
         await asyncio.wait({calling}, timeout=_HANGS)
         if not calling.done():
@@ -366,29 +371,26 @@ class Disk:
 
     def _withdraw(self) -> None:
         """Nothing can be read."""
-        self.index = {}
+        self.index = ()
         self._touched.clear()
-        self._void.clear()
         self._compared.clear()
 
-    # -- in the thread for the index ------------------------------------------------------------
+    # -- in the thread for writing ------------------------------------------------------------
 
     def _open(self, namespace: str) -> Store:
+        self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if time.monotonic() >= self._clean_up_at:
             self._clean_up_at = time.monotonic() + _CLEAN_UP
             disk.remove_unused(self._parent, time.time())
-        self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         row_bytes = self._region.row_bytes
         limit = self._max_bytes or shutil.disk_usage(self._parent).total // _SHARE
-        if limit < row_bytes:
+        self.stats.limit_bytes = limit
+        store = Store(self._parent, namespace, row_bytes, limit, self._model_uid)
+        if not store.max_rows:
             reason = f"{limit} bytes hold no chunk of {row_bytes}"
             raise OSError(errno.ENOSPC, reason, str(self._parent))
-        store = Store(disk.folder_of(self._parent, namespace, row_bytes), row_bytes, limit)
-        self.stats.limit_bytes = limit
-        with disk.closing_on_error(store):
-            store.note("model", self._model_uid)
-            store.note("namespace", namespace)
-            store.note("row_bytes", row_bytes)
+        store.touch(())
+        store.look()
         return store
 
     def _compare(self, store: Store, sketches: Mapping[str, Sketch]) -> Difference | None:
@@ -399,37 +401,20 @@ class Disk:
         return None
 
     def _update(
-        self,
-        store: Store,
-        touched: Iterable[bytes],
-        void: Set[tuple[bytes, int]],
-        rows: Sequence[Row],
-    ) -> Exception | None:
+        self, store: Store, touched: Iterable[bytes], rows: Sequence[Row]
+    ) -> OSError | None:
         """Returns why not all could be written."""
-        failure = None
+        store.look()
         try:
             if touched:
                 store.touch(touched)
-            if void:
-                store.remove(void)
-            if rows:
-                self._save(store, rows)
-        except (OSError, sqlite3.OperationalError) as error:
-            failure = error
-        store.refresh()
-        return failure
-
-    def _save(self, store: Store, rows: Sequence[Row]) -> None:
-        written = []
-        try:
             for row in rows:
-                for slot in store.reserve(1):  # what was there is lost, whatever happens
-                    store.write(slot, self._region.row(row.slot).data)
-                    assert row.checksum is not None, "only such rows are saved"
-                    written.append((slot, row.key, row.checksum))
-        finally:
-            store.commit(written)
-            self.stats.written_bytes += len(written) * store.row_bytes
+                assert row.checksum is not None, "only such rows are saved"
+                store.write(row.key, self._region.row(row.slot).data, row.checksum)
+                self.stats.written_bytes += store.row_bytes
+        except OSError as error:
+            return error
+        return None
 
 
 def _merged(sketch: Sketch, noted: Sketch) -> Sketch:
@@ -441,7 +426,7 @@ class NoDisk(Disk):
     """Where no folder is configured: it holds nothing, and never will."""
 
     def __init__(self) -> None:
-        self.index = {}
+        self.index = ()
         self.state = DiskState.CLOSED
 
     def move(self, namespace: str | None) -> None:

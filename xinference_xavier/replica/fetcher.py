@@ -163,7 +163,8 @@ class Fetcher:
     async def _read(self, fetch: Fetch, parts: int) -> str | None:
         """Like `_pull`, from the disk."""
         fetch.transport = DISK
-        checksums, reading = self._disk.read(fetch.rows)
+        checksums: list[int] = []
+        reading = self._disk.read(fetch.rows, checksums)
         return await self._receive(fetch, None, checksums, reading, parts)
 
     async def _pull(self, fetch: Fetch, peer: Peer, grant: Grant, parts: int) -> str | None:

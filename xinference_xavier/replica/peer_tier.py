@@ -6,11 +6,11 @@ replica's background loop. The loop opens and closes the tier.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from xinference_xavier.disk import Place
+from xinference_xavier.disk import Store
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK_BIT
 from xinference_xavier.pool.pool import Pool, Row
@@ -162,9 +162,9 @@ class PeerTier:
         )
 
     @property
-    def saved(self) -> Mapping[bytes, Place]:
+    def saved(self) -> Store | tuple[()]:
         """What can be read from the disk now."""
-        return self.disk.index if self.sharing and self.mirror.enabled else {}
+        return self.disk.index if self.sharing and self.mirror.enabled else ()
 
     @property
     def ready(self) -> bool:

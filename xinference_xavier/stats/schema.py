@@ -448,7 +448,9 @@ class Totals(Counters):
 class DiskStats:
     folder: str = described("The value of xavier_disk.", "")
     state: str = described(
-        "`closed`, `comparing`, `open` or `computed differently`; empty without.", ""
+        "`closed`, `comparing`, `open`, `computed differently` or `weights unknown`; empty "
+        "without.",
+        "",
     )
     problem: str = described("The latest failure, until rows are saved again.", "")
     limit_bytes: int = metric(
