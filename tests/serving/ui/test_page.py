@@ -185,7 +185,7 @@ def test_events_as_they_happen(page: Any, stage: Stage) -> None:
     stage.happen({"event": "SharingSwitched", "time": now, "model_uid": "m", "enabled": False})
     browser.wait_text("#events", "Sharing was switched off")
     stage.happen({"event": "RoutingChanged", "time": now, "model_uid": "m", "routing": "off"})
-    browser.wait_text("#events", "Routing was set to off")
+    browser.wait_text("#events", "Routing was set to “In turn”")
     stage.happen({"event": "CacheFlushed", "time": now, "model_uid": "m", "replicas": 2})
     browser.wait_text("#events", "Pools were emptied (replicas: 2)")
     stage.happen({"event": "FromTheFuture", "time": now, "model_uid": "m"})

@@ -44,7 +44,7 @@ export function duration(seconds) {
     format(value, { style: "unit", unit: name, maximumFractionDigits: value < 10 ? 1 : 0 });
   const [minutes, hours] = [Math.floor(seconds / 60), Math.floor(seconds / 3600)];
   if (hours > 0) return `${unit(hours, "hour")} ${unit(minutes % 60, "minute")}`;
-  if (minutes > 0) return `${unit(minutes, "minute")} ${unit(Math.floor(seconds % 60), "second")}`;
+  if (minutes > 1) return `${unit(minutes, "minute")} ${unit(Math.floor(seconds % 60), "second")}`;
   if (seconds === 0 || seconds >= 0.9995) return unit(seconds, "second");
   return unit(Math.max(1, Math.round(1000 * seconds)), "millisecond");
 }
@@ -93,6 +93,7 @@ export function sentenceOf(report, event) {
   const replicas = new Set(report.replicas.map(({ incarnation }) => incarnation));
   const readable = Object.entries(event).map(([field, value]) => {
     if (field === "reason") return [field, reasonOf(`${value}`)];
+    if (field === "routing") return [field, named(`mode_${value}`, `${value}`)];
     if (field === "donor" && value === "") return [field, language.words.ownPool];
     return [field, replicas.has(`${value}`) ? nameOf(report, `${value}`) : value];
   });

@@ -113,7 +113,7 @@ export class Plot extends Component {
         },
         {
           ...common,
-          size: 66,
+          size: stacked ? 66 : 84,
           ...(stacked ? {} : { splits: POWERS }),
           ...(binary ? { incrs: BINARY } : {}),
           values: (_, values) => values.map((value) => (value === null ? "" : this.read(value))),

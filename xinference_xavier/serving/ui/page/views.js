@@ -234,6 +234,7 @@ export function Routing({ report }) {
   const routing = report.routing ?? {};
   const { choices = {}, first_bytes: times = {}, mode = "" } = routing;
   const isKnown = mode === "off" || Object.keys(routing.loads ?? {}).length > 0;
+  const used = CHOICES.filter((reason) => choices[reason]);
   const all = sum(Object.values(choices));
   /**
    * @param {string} title
@@ -263,27 +264,24 @@ export function Routing({ report }) {
       </div>
     </div>
     ${note(text[`how_${isKnown ? mode : ""}`])}
-    <div>
-      ${table(
-        "choices",
-        CHOICES.filter((reason) => choices[reason]),
-        [
+    ${
+      used.length > 0 &&
+      html`<div>
+        ${table("choices", used, [
           [text.why, (reason) => text[`choice_${reason}`]],
           [text.share, (reason) => choices[reason] / all, percent],
           [text.requests, (reason) => choices[reason], count],
           three(text.forecast, "predicted"),
           three(text.happened, "actual"),
           three(text.forecastError, "error"),
-        ],
-      )}
-      ${note(text.firstByteHelp)}
-    </div>
-    <div>
-      ${table("routing-facts", factsOf(routing), [
-        [text.queue, ([name]) => name],
-        [text.requests, ([, value]) => value, (value, [, , shown]) => shown ?? count(value)],
-      ])}
-    </div>
+        ])}
+        ${note(text.firstByteHelp)}
+      </div>`
+    }
+    ${table("routing-facts", factsOf(routing), [
+      [text.queue, ([name]) => name],
+      [text.requests, ([, value]) => value, (value, [, , shown]) => shown ?? count(value)],
+    ])}
   </section>`;
 }
 
