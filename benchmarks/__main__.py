@@ -17,7 +17,7 @@ PARTS = {
     "transport": "rows over Gloo and shared memory, compared with raw TCP and memcpy",
     "fetch": "a whole fetch without an engine, compared with moving its bytes",
     "hit": "time to first token: computed, held locally, held by a peer, asked for by all at once",
-    "disk": "rows on a local disk, compared with direct calls and with computing",
+    "disk": "rows on a local disk, compared with vLLM's file tier and with computing",
     "no_hits": "what sharing costs an engine that has nothing to share",
     "served": "the same with `vllm bench serve`",
     "scheduler": "what vLLM's scheduler thread spends on us",

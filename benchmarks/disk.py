@@ -1,8 +1,8 @@
-"""Part `disk`: rows on a local disk, compared with direct calls, and with computing.
+"""Part `disk`: rows on a local disk, compared with vLLM's own file tier, and with computing.
 
 Rows are saved and read as a replica does, with files, checksums and threads. In turns, as many
-bytes are written and read by as many threads that do nothing else, in one file, and by the
-functions of vLLM's own file tier, which makes a file for each row, too, but no checksum.
+bytes are written and read by the functions of vLLM's own file tier, in as many threads as read.
+It makes a file for each row, too, but no checksum.
 
 An engine computes a prompt, saves it, forgets it, and finds it on the disk. It serves loads that
 share nothing, in turns saving all that it computes and nothing. Traces of real services are
@@ -42,7 +42,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
 
 ROWS, ROW_BYTES = 128, 2 << 20
-ROUNDS_KEPT = 4
+ROUNDS_KEPT = 2
 """Rounds that are there; later ones take the place of the oldest."""
 TOKENS = (1000, 8000)
 ROUNDS = 5
@@ -77,9 +77,9 @@ async def _rows(parent: Path) -> dict[str, Any]:
     disk.move("namespace")
     running = asyncio.ensure_future(disk.run(lambda _: None))
     disk.probed(b"canary", {})
-    direct, files = _Direct(parent / "direct", region), _Files(parent / "files", region)
+    files = _Files(parent / "files", region)
     rates: dict[str, list[float]] = {
-        f"{what}{how}": [] for what in ("write", "read") for how in ("", " directly", " files")
+        f"{what}{how}": [] for what in ("write", "read") for how in ("", " files")
     }
     try:
         await _until(lambda: disk.state is DiskState.OPEN)
@@ -87,7 +87,6 @@ async def _rows(parent: Path) -> dict[str, Any]:
             keys = fresh_keys(ROWS)
             for row in pool.reserve(keys).rows:
                 pool.commit(row, region.checksum(row.slot, row.key))
-            rates["write directly"].append(_rate(direct.write))
             rates["write files"].append(_rate(files.write))
             began = time.perf_counter()
             disk.keep(keys)
@@ -95,7 +94,6 @@ async def _rows(parent: Path) -> dict[str, Any]:
             rates["write"].append(_per_second(began))
             await _until(lambda: not pool.counts().pinned)
             pool.reset()
-            rates["read directly"].append(_rate(direct.read))
             rates["read files"].append(_rate(files.read))
             rows = pool.reserve(keys).rows
             began = time.perf_counter()
@@ -113,36 +111,10 @@ async def _rows(parent: Path) -> dict[str, Any]:
         "rows": ROWS,
         "gb_s": {name: figure(found) for name, found in measured.items()},
         **{
-            f"{what}/{how}": ratio(measured[what], measured[f"{what} {how}"])
+            f"{what}/files": ratio(measured[what], measured[f"{what} files"])
             for what in ("write", "read")
-            for how in ("directly", "files")
         },
     }
-
-
-class _Direct:
-    """The same bytes by the same system calls, one thread for writing and as many for reading."""
-
-    def __init__(self, file: Path, region: Region) -> None:
-        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        self._region = region
-        self._first = -ROWS
-
-    def write(self) -> None:
-        self._first = (self._first + ROWS) % (ROUNDS_KEPT * ROWS)
-        for slot in range(ROWS):
-            self._move(os.pwritev, slot)
-
-    def read(self) -> None:
-        with ThreadPoolExecutor(READERS) as threads:
-            reading = [threads.submit(self._move, os.preadv, slot) for slot in range(ROWS)]
-        for each in reading:
-            each.result()
-
-    def _move(self, call: Callable[..., int], slot: int) -> None:
-        place = (self._first + slot) * ROW_BYTES
-        if call(self._file, [self._region.row(slot).data], place) != ROW_BYTES:
-            raise RuntimeError("the file is too short")
 
 
 class _Files:
@@ -302,16 +274,13 @@ def _gained_s(runs: Mapping[str, Mapping[str, float]], case: str) -> float:
 def markdown(part: Mapping[str, Any]) -> str:
     rows = part["rows"]
     rates = table(
-        ("", "GB/s", "directly", "÷ directly", "vLLM's file tier", "÷ vLLM's"),
+        ("", "GB/s", "vLLM's file tier", "÷ vLLM's"),
         (
             (
                 what,
                 shown(rows["gb_s"][what]),
-                *(
-                    shown(figures)
-                    for how in ("directly", "files")
-                    for figures in (rows["gb_s"][f"{what} {how}"], rows[f"{what}/{how}"])
-                ),
+                shown(rows["gb_s"][f"{what} files"]),
+                shown(rows[f"{what}/files"]),
             )
             for what in ("write", "read")
         ),

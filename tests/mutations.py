@@ -165,8 +165,8 @@ MUTATIONS = (
     ),
     Mutation(
         "disk.py",
-        "        if is_ours and checksum(row, key) == expected:\n",
-        "        if is_ours:\n",
+        "            if is_ours and checksum(row, key) == expected:\n",
+        "            if is_ours:\n",
         "a row that is torn, or another chunk's, is read from the disk",
         ("tests/test_disk.py",),
     ),

@@ -316,6 +316,31 @@ def test_the_use_of_others_counts(store: NumberedStore) -> None:
     assert store.saved() == {1, 3, 4, 5}
 
 
+def test_a_row_that_is_replaced_while_it_is_read_is_a_miss(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file gets another row. Nobody should look for a broken disk."""
+    other = store.another()
+    store.save(1, 2, 3, 4)
+    for number in (1, 2, 3, 4):
+        store.used(number, ago=10 - number)
+    other.look()
+    opened, first = os.open, store.file(1).stat().st_ino
+
+    def slow(*args: Any, **options: Any) -> int:
+        file = opened(*args, **options)
+        monkeypatch.undo()
+        other.save(5)
+        ROW[:] = 0
+        return file
+
+    monkeypatch.setattr("os.open", slow)
+    assert not store.reads(1)
+    assert store.file(5).stat().st_ino == first
+    assert store.saved() == {2, 3, 4, 5}
+    assert store.reads(5)
+
+
 def test_two_that_share_a_store_keep_its_limit_together(store: NumberedStore) -> None:
     other = store.another()
     for number in range(0, 40, 2):
@@ -348,13 +373,16 @@ def test_a_clock_that_jumps_costs_only_what_was_saved_meanwhile(
     assert store.saved() == {3, 4, 5, 6}
 
 
-def test_a_lower_limit_holds_from_the_next_row_on(store: NumberedStore) -> None:
+def test_a_lower_limit_is_reached_as_rows_are_saved(store: NumberedStore) -> None:
+    """Each takes the place of two, so that it takes no longer than usual."""
     store.save(1, 2, 3, 4)
     for number in (1, 2, 3, 4):
         store.used(number, ago=10 - number)
     smaller = store.another(rows=2)
     smaller.save(5)
-    assert store.saved() == smaller.saved() == {4, 5}
+    assert store.saved() == smaller.saved() == {3, 4, 5}
+    smaller.save(6)
+    assert store.saved() == smaller.saved() == {5, 6}
 
 
 def test_of_a_large_store_some_folders_are_looked_at(
@@ -366,14 +394,23 @@ def test_of_a_large_store_some_folders_are_looked_at(
     many.save(*range(256))
     for number in range(256):
         many.used(number, ago=1000 - number % 64)
-    listed: list[int] = []
-    monkeypatch.setattr(
-        many, "_list", lambda number: (listed.append(number), Store._list(many, number))[1]
-    )
+    sampled: list[int] = []
+    sample = Store._sample
+
+    def sampling(store: Store) -> Any:
+        found = sample(store)
+        sampled.append(len(found))
+        return found
+
+    monkeypatch.setattr(Store, "_sample", sampling)
     many.save(1000)
-    assert len(listed) == 64
-    assert len(many) == 256 - 64 // 16 + 1
-    assert {number % 64 for number in set(range(256)) - many.saved()} == {0, 1, 2, 3}
+    (_, key_in_use) = many._oldest[-1]
+    many.touch([key_in_use])
+    many.save(1001, 1002, 1003)
+    assert sampled == [64, 64], "of each, a sixteenth goes"
+    assert len(many) == 256
+    assert key_in_use in many
+    assert {number % 64 for number in set(range(256)) - many.saved()} == {0, 2, 3}
 
 
 def space(free: int, total: int) -> Callable[[int], Any]:

@@ -16,8 +16,9 @@ reads it removes it; one that is gone is a miss.
 A store knows its rows by the names in its folders: it lists all of them once it is open, and then
 those that have changed, a portion at a time.
 
-Whoever saves a row beyond the limit first removes others, those used least recently by their files'
-times. It looks at some folders in turn: names are hashes, so each has a fair sample of all rows.
+At the limit, a row takes the file of the one that was used least recently by the files' times, as
+far as the folders tell that have their turn: names are hashes, so each has a fair sample of all
+rows. To overwrite a file is twice as fast as to make one.
 
 Threading: any thread may ask whether a row is there, and `read`, which blocks. All else is for one
 thread at a time.
@@ -115,6 +116,8 @@ class Store:
         self._listed: list[int | None] = [None] * _FOLDERS
         """The time of each folder when it was listed."""
         self._turn = cycle(range(_FOLDERS))
+        self._oldest: list[tuple[float, bytes]] = []
+        """Chunks to be replaced next, from the last one on, and when they were used."""
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
         self._descriptor = _open_folder(self.folder)
@@ -146,6 +149,9 @@ class Store:
     def __len__(self) -> int:
         return sum(map(len, self._keys))
 
+    def __bool__(self) -> bool:
+        return any(self._keys)  # the scheduler asks: its length takes longer
+
     def __iter__(self) -> Iterator[bytes]:
         for keys in self._keys:
             yield from [*keys]
@@ -160,7 +166,7 @@ class Store:
         listed = 0
         for number in self._turns():
             if self._changed(number) != self._listed[number]:
-                listed += len(self._list(number))
+                listed += self._list(number)
             if listed >= _PORTION:
                 break
 
@@ -175,8 +181,8 @@ class Store:
         except FileNotFoundError:
             return 0
 
-    def _list(self, number: int) -> list[str]:
-        """The names of a folder's rows. Removes what a process that died has left there."""
+    def _list(self, number: int) -> int:
+        """Learn a folder's rows; returns how many. Removes what a process that died has left."""
         changed, letters = self._changed(number), f"{number:02x}"
         rows, temporary = _row_files(self._descriptor, letters)
         self._keys[number] = {bytes.fromhex(name[:-4]) for name in rows}
@@ -184,7 +190,7 @@ class Store:
         self._listed[number] = changed if changed < time.time_ns() - _TICK_NS else -1
         for name in temporary:
             self._remove_abandoned(f"{letters}/{name}")
-        return rows
+        return len(rows)
 
     def _remove_abandoned(self, temporary: str) -> None:
         with suppress(FileNotFoundError):
@@ -211,11 +217,14 @@ class Store:
         with _closing(file), mmap.mmap(-1, _PAGE) as page:
             is_whole = os.preadv(file, [page, row], 0) == _PAGE + self.row_bytes
             version, row_bytes, expected = _HEADER.unpack_from(page)
-        is_ours = is_whole and (version, row_bytes) == (_VERSION, self.row_bytes)
-        if is_ours and checksum(row, key) == expected:
-            return int(expected)
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._descriptor)
+            is_ours = is_whole and (version, row_bytes) == (_VERSION, self.row_bytes)
+            if is_ours and checksum(row, key) == expected:
+                return int(expected)
+            # Another row may have taken its place meanwhile.
+            is_gone = not os.path.samestat(os.stat(name, dir_fd=self._descriptor), os.fstat(file))
+        if is_gone:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        os.unlink(name, dir_fd=self._descriptor)
         raise DamagedRowError(f"{self.folder / name} is damaged")
 
     def write(self, key: bytes, row: memoryview, verified: int) -> None:
@@ -224,16 +233,16 @@ class Store:
         if key in self:
             return
         self._check_space()
-        self._make_room()
         name, folder = _name(key), f"{key[0]:02x}"
         temporary = f"{name.removesuffix('.row')}.{secrets.token_hex(4)}.temporary"
         if self._listed[key[0]] in (None, 0):
             with suppress(FileExistsError):
                 os.mkdir(folder, 0o700, dir_fd=self._descriptor)
+        if len(self) >= self.max_rows:
+            self._take_place(temporary)
         with mmap.mmap(-1, _PAGE) as page:
             _HEADER.pack_into(page, 0, _VERSION, self.row_bytes, verified)
-            with self._written(temporary, [page, row], self._direct):
-                self._place(os.rename, temporary, name)
+            self._write(temporary, name, [page, row], self._direct)
         self._keys[key[0]].add(key)
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -242,30 +251,49 @@ class Store:
             with suppress(FileNotFoundError):
                 os.utime(name, dir_fd=self._descriptor)
 
-    def _make_room(self) -> None:
-        """Remove rows until one more fits."""
-        while (excess := (rows := len(self)) + 1 - self.max_rows) > 0:
-            found = sorted(self._sample())
-            enough = -(-len(found) * excess // rows)
-            for _, name in found[: max(enough, len(found) // _PART)]:
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._descriptor)
-                key = bytes.fromhex(name[3:-4])
-                self._keys[key[0]].discard(key)
+    def _take_place(self, temporary: str) -> None:
+        """Give the file of the row that was used least recently this name. Above the limit, another
+        one is removed, so that the store shrinks as rows are saved."""
+        oldest = self._least_recently_used()
+        if len(self) > self.max_rows and (key := next(oldest, None)):
+            os.unlink(_name(key), dir_fd=self._descriptor)
+        if key := next(oldest, None):
+            name = _name(key)
+            os.utime(name, dir_fd=self._descriptor)  # or it would look abandoned
+            os.rename(name, temporary, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
-    def _sample(self) -> list[tuple[float, str]]:
-        """When rows were last used, and their files. Rows from the future go first: the clock was
-        wrong."""
-        now, found = time.time(), list[tuple[float, str]]()
+    def _least_recently_used(self) -> Iterator[bytes]:
+        """Chunks that this process no longer has."""
+        while len(self):
+            if not self._oldest:
+                found = sorted(self._sample(), reverse=True)
+                self._oldest = found[-max(1, len(found) // _PART) :]
+            while self._oldest:
+                used, key = self._oldest.pop()
+                if self._used(key) == used:
+                    self._keys[key[0]].discard(key)
+                    yield key
+
+    def _sample(self) -> list[tuple[float, bytes]]:
+        """Chunks of some folders, and when they were last used."""
+        found: list[tuple[float, bytes]] = []
         for number in self._turns():
-            for row in self._list(number):
-                name = f"{number:02x}/{row}"
-                with suppress(FileNotFoundError):
-                    used = os.stat(name, dir_fd=self._descriptor).st_mtime
-                    found.append((used if used <= now else 0.0, name))
+            for key in [*self._keys[number]]:
+                if (used := self._used(key)) is not None:
+                    found.append((used, key))
             if len(found) >= _SAMPLE:
                 break
         return found
+
+    def _used(self, key: bytes) -> float | None:
+        """When the chunk was last used; never, if that is to come: the clock was wrong. None if
+        another process has removed it."""
+        try:
+            used = os.stat(_name(key), dir_fd=self._descriptor).st_mtime
+        except FileNotFoundError:
+            self._keys[key[0]].discard(key)
+            return None
+        return used if used <= time.time() else 0.0
 
     def _check_space(self) -> None:
         found = os.statvfs(self._descriptor)
@@ -301,26 +329,32 @@ class Store:
         text = json.dumps(value).encode()
         data = hashlib.sha256(text).hexdigest().encode() + b" " + text
         temporary = f"{secrets.token_hex(4)}.temporary"
-        with self._written(temporary, [data], os.O_SYNC):
-            self._place(place, temporary, f"{name}.json")
+        self._write(temporary, f"{name}.json", [data], os.O_SYNC, place)
 
-    @contextmanager
-    def _written(self, temporary: str, parts: Sequence[Any], flags: int) -> Iterator[None]:
-        """While the file has its temporary name."""
-        flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(temporary, flags, 0o600, dir_fd=self._descriptor)
+    def _write(
+        self,
+        temporary: str,
+        name: str,
+        parts: Sequence[Any],
+        flags: int,
+        place: Callable[..., None] = os.rename,
+    ) -> None:
+        """Write a file under another name first, which may be that of a row's. With `os.link`,
+        raises FileExistsError if there is one of this name."""
+        flags |= os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
+            try:
+                file = os.open(temporary, flags, dir_fd=self._descriptor)
+            except FileNotFoundError:
+                flags |= os.O_CREAT | os.O_EXCL
+                file = os.open(temporary, flags, 0o600, dir_fd=self._descriptor)
             with _closing(file):
                 if os.writev(file, parts) < sum(map(len, parts)):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
-            yield
+            place(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=self._descriptor)
-
-    def _place(self, place: Callable[..., None], temporary: str, name: str) -> None:
-        """Give it its name by `os.rename`, or by `os.link` if no file may have it."""
-        place(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
 
 def _name(key: bytes) -> str:
@@ -415,14 +449,20 @@ def summaries(parent: Path) -> list[Summary]:
 
 
 def _summary(folder: Path) -> Summary:
+    used = _last_use(folder)
     with _closing(store := _open_folder(folder)):
         try:
             notes = _noted(store, "store")
         except (FileNotFoundError, DamagedNoteError):
-            return Summary(folder, folder.stat().st_mtime)
-        used = os.stat("store.json", dir_fd=store).st_mtime
+            return Summary(folder, used)
         rows = sum(len(_row_files(store, f"{number:02x}")[0]) for number in range(_FOLDERS))
         return Summary(folder, used, rows=rows, **notes)
+
+
+def _last_use(folder: Path) -> float:
+    with suppress(FileNotFoundError):
+        return (folder / "store.json").stat().st_mtime
+    return folder.stat().st_mtime
 
 
 def remove(folder: Path) -> None:
@@ -453,15 +493,13 @@ def _remove_rows(store: int, letters: str) -> None:
 def remove_unused(parent: Path, now: float) -> list[Path]:
     """Remove the stores that nobody has used for a week, nor has open; returns their folders."""
     unused = []
-    for each in summaries(parent):
-        if now - each.used > WEEK and not _FORMER.fullmatch(each.folder.name):
-            with (
-                suppress(FileNotFoundError, BlockingIOError),  # removed, or opened, meanwhile
-                _closing(store := _open_folder(each.folder)),
-            ):
-                fcntl.flock(store, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(each.folder)
-                unused.append(each.folder)
+    for folder in _stores(parent):
+        with suppress(FileNotFoundError, BlockingIOError):  # it was removed, or is open
+            if now - _last_use(folder) > WEEK and not _FORMER.fullmatch(folder.name):
+                with _closing(store := _open_folder(folder)):
+                    fcntl.flock(store, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(folder)
+                unused.append(folder)
     return unused
 
 

@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 _PAUSE = 1.0  # seconds between two looks at the folders, at most
 _RETRY = 30.0  # seconds after a failure
 _HANGS = 10.0  # seconds
-_CLEAN_UP = 3600.0  # seconds
 _BATCH = 16  # rows that are pinned and written at a time
 READERS = 4
 """Threads that read."""
@@ -114,7 +113,7 @@ class Disk:
         self._once: OrderedDict[bytes, None] = OrderedDict()  # chunks that one request had
         self._wanted: dict[bytes, None] = {}  # to be saved
         self._touched: set[bytes] = set()
-        self._open_at = self._save_at = self._clean_up_at = 0.0
+        self._open_at = self._save_at = 0.0
         self._news = asyncio.Event()
         self._thread = DaemonThreads(1, "xavier-disk")
         self._readers = DaemonThreads(READERS, "xavier-disk-read")
@@ -379,9 +378,7 @@ class Disk:
 
     def _open(self, namespace: str) -> Store:
         self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if time.monotonic() >= self._clean_up_at:
-            self._clean_up_at = time.monotonic() + _CLEAN_UP
-            disk.remove_unused(self._parent, time.time())
+        disk.remove_unused(self._parent, time.time())
         row_bytes = self._region.row_bytes
         limit = self._max_bytes or shutil.disk_usage(self._parent).total // _SHARE
         self.stats.limit_bytes = limit
