@@ -558,16 +558,16 @@ def test_rows_of_a_store_that_is_being_removed_are_in_no_other(
 ) -> None:
     """They may be those of an engine that computed differently."""
     store.save(1)
-    others, removing = [], module._remove_rows
+    found, removing = [], module._remove_rows
 
     def slow(*args: Any) -> None:
         monkeypatch.undo()
-        others.append(store.another())
+        found.append(store.another().saved())
         removing(*args)
 
     monkeypatch.setattr(module, "_remove_rows", slow)
     remove(store.folder)
-    assert others[0].saved() == set()
+    assert found == [set()]
 
 
 def test_what_nobody_has_used_for_a_week_is_removed(tmp_path: Path) -> None:

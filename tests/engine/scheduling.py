@@ -127,7 +127,7 @@ class ScriptedTier(PeerTier):
 
     def peers_hold(self, disk: Iterable[bytes] = (), **holdings: Iterable[bytes]) -> None:
         """These incarnations hold these chunks, and no others hold any; and so the disk."""
-        self.host_disk.index = dict.fromkeys(disk)
+        self.host_disk.index = tuple(disk)
         self.mirror.apply(
             Update(
                 revision=self.mirror.revision + 1,

@@ -411,23 +411,27 @@ async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("begun", ["to open", "to compare"])
+@pytest.mark.parametrize("call", ["_open", "_compare"])
 async def test_a_store_that_was_begun_with_before_a_reset_is_left_alone(
-    tmp_path: Path, begun: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """What the new weights compute is not for it."""
     (key,) = fresh_keys(1)
     async with life(tmp_path, canary=None) as replica:
         await replica.until(lambda: replica.disk.state is DiskState.COMPARING)
-        stands_still, go_on = threading.Event(), threading.Event()
-        replica.disk._thread.submit(lambda: (stands_still.set(), go_on.wait()))
-        await replica.until(stands_still.is_set)
-        if begun == "to open":
+        begun, go_on, original = threading.Event(), threading.Event(), getattr(replica.disk, call)
+
+        def slow(*args: Any) -> Any:
+            begun.set()
+            go_on.wait()
+            return original(*args)
+
+        monkeypatch.setattr(replica.disk, call, slow)
+        if call == "_open":
             replica.disk.move("former")
-            await replica.until(lambda: replica.disk._thread.waiting == 2)  # behind the close
         else:
             replica.disk.probed(b"canary", OTHER)
-            await replica.until(lambda: replica.disk._thread.waiting == 1)
+        await replica.until(begun.is_set)
         replica.tier.reset()
         await replica.until(lambda: replica.namespace.is_settled)
         assert await replica.namespace.rejoin("2", replica.namespace.announced)
@@ -791,8 +795,7 @@ class Peers:
         )
         members = tuple(Member(name, "127.0.0.1:1", True) for name in ("one", "two"))
         self.life.mirror.apply(Update(1, "epoch", True, Settings(), 36, members, changes))
-        index: Any = {keys[each] for each in saved}
-        self.life.disk.index = index
+        self.life.disk.index = tuple(keys[each] for each in saved)
         self.tier = self.life.tier
         self.life.peers.ready = True
 

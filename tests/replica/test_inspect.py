@@ -9,7 +9,6 @@ import pytest
 import xoscar as xo
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.disk import Place
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
@@ -40,7 +39,7 @@ def explain(own: str, *, groups: int = 1, **peers: str) -> dict[str, Any]:
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
     chunked = Chunked(PROMPT, 4096, CHUNK, chunks)
     disk = NoDisk()
-    disk.index = dict.fromkeys(keys_at(own, "d"), Place(0, 0))
+    disk.index = tuple(keys_at(own, "d"))
     explainer = Explainer(lambda question: chunked, "own", PeerTier(pool, mirror, disk))
     return explainer.explanation(chunked)
 

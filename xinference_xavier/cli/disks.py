@@ -50,8 +50,7 @@ def ls(folder: Path) -> None:
 @disk.command()
 @_of_folder
 def check(folder: Path) -> None:
-    """Read all rows, verify their checksums, and remove those that are wrong. Replicas may go on
-    meanwhile."""
+    """Verify the checksums of all rows, and remove wrong ones. Replicas may go on meanwhile."""
     wrong = 0
     for each in summaries(folder):
         if not each.namespace:

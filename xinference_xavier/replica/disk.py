@@ -91,7 +91,7 @@ class Disk:
     ) -> None:
         with suppress(OSError):  # it is not there yet, or fails, which passes
             disk.check_private(parent, parent.stat())
-        self.index: Store | tuple[()] = ()  # what can be read
+        self.index: Store | tuple[bytes, ...] = ()  # what can be read
         self.state = DiskState.CLOSED
         self.stats = DiskStats(folder=str(parent))
         if by_name:

@@ -162,7 +162,7 @@ class PeerTier:
         )
 
     @property
-    def saved(self) -> Store | tuple[()]:
+    def saved(self) -> Store | tuple[bytes, ...]:
         """What can be read from the disk now."""
         return self.disk.index if self.sharing and self.mirror.enabled else ()
 
