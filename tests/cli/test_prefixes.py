@@ -22,6 +22,7 @@ class Server:
 
     def __init__(self) -> None:
         self.added: dict[str, Any] = {}
+        self.changed: dict[str, Any] = {}
         self.looks = 0
         self.end = "kept"
 
@@ -35,6 +36,9 @@ class Server:
         if path != f"{PATH}/{self.added['name']}":
             headers = {"x-xavier-not-found": "prefix"}
             return httpx.Response(404, json={"detail": "no such prefix"}, headers=headers)
+        if request.method == "PATCH":
+            self.changed = json.loads(request.content)
+            return httpx.Response(200, json={**self.report(), **self.changed})
         self.looks += 1
         return httpx.Response(200, json=self.report())
 
@@ -104,6 +108,14 @@ def test_prefixes_are_listed_and_shown(server: Server) -> None:
     assert line.split()[:5] == ["travel", "guide", "kept", "soft", "m-rep0"]
     assert json.loads(run("list", "--json").stdout)[0] == server.report()
     assert json.loads(run("show", "travel guide").stdout) == server.report()
+
+
+def test_terms_are_set_without_the_text(server: Server) -> None:
+    run("add", "guide", "--file", "-", text="text")
+    done = run("set", "guide", "--copies", "1", "--retention", "hard")
+    assert done.stdout == "guide: ttl 3600 s, copies 1, retention hard\n"
+    assert server.changed == {"copies": 1, "retention": "hard"}
+    assert "nothing is given; give --ttl, --copies or --retention" in run("set", "guide").stderr
 
 
 def test_a_prefix_is_removed(server: Server) -> None:

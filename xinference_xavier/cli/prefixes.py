@@ -35,6 +35,9 @@ def question(file: Any, chat: bool) -> dict[str, Any]:
     return {name: fields[name] for name in ("messages", "tools") if name in fields}
 
 
+_TTL = "Its life after the last use: 90s, 30m, 1h, 7d."
+_COPIES, _RETENTION = click.Choice(["1", "all"]), click.Choice(["soft", "hard"])
+_HOW_MANY, _WHETHER = "How many replicas keep it.", "Whether it is evicted last or never."
 _salted = click.option("--cache-salt", metavar="TEXT", help="The salt of the tenant that owns it.")
 
 
@@ -53,23 +56,9 @@ def prefix() -> None:
     help="The prompt, or messages with --chat; - is standard input.",
 )
 @click.option("--chat", is_flag=True, help="The file holds messages, perhaps with tools.")
-@click.option(
-    "--ttl", default="1h", show_default=True, help="Its life after the last use: 90s, 30m, 1h, 7d."
-)
-@click.option(
-    "--copies",
-    type=click.Choice(["1", "all"]),
-    default="1",
-    show_default=True,
-    help="How many replicas keep it.",
-)
-@click.option(
-    "--retention",
-    type=click.Choice(["soft", "hard"]),
-    default="soft",
-    show_default=True,
-    help="Whether it is evicted last or never.",
-)
+@click.option("--ttl", default="1h", show_default=True, help=_TTL)
+@click.option("--copies", type=_COPIES, default="1", show_default=True, help=_HOW_MANY)
+@click.option("--retention", type=_RETENTION, default="soft", show_default=True, help=_WHETHER)
 @_salted
 @click.option("--no-wait", is_flag=True, help="Return before it is computed.")
 @with_client
@@ -80,7 +69,7 @@ def add(
 
     Requests use it with the header X-Xavier-Prefix, or with prefix_name in their body.
     """
-    terms["copies"] = "all" if terms["copies"] == "all" else 1
+    terms["copies"] = _copies(terms["copies"])
     added = client.add_prefix(model, name, **question(file, chat), **terms)
     if not no_wait:
         added = _wait(client, model, added, terms["cache_salt"])
@@ -88,6 +77,10 @@ def add(
         click.echo(f"Error: {name} cannot be computed: {added.reason}", err=True)
         sys.exit(1)
     click.echo(f"{name}: {added.state}, {added.tokens:,} tokens in {added.chunks:,} chunks")
+
+
+def _copies(given: str) -> int | str:
+    return int(given) if given == "1" else given
 
 
 def _wait(
@@ -125,6 +118,27 @@ def list_(client: XavierClient, model: str, cache_salt: str | None, as_json: boo
 def show(client: XavierClient, model: str, name: str, cache_salt: str | None) -> None:
     """Print what is known of a named prefix, as JSON."""
     click.echo(json.dumps(client.prefix(model, name, cache_salt).raw, indent=2))
+
+
+@prefix.command(name="set")
+@click.argument("model")
+@click.argument("name")
+@click.option("--ttl", help=_TTL)
+@click.option("--copies", type=_COPIES, help=_HOW_MANY)
+@click.option("--retention", type=_RETENTION, help=_WHETHER)
+@_salted
+@with_client
+def set_(
+    client: XavierClient, model: str, name: str, cache_salt: str | None, **terms: str | None
+) -> None:
+    """Change how a named prefix is kept."""
+    given: dict[str, Any] = {key: value for key, value in terms.items() if value is not None}
+    if not given:
+        raise click.UsageError("nothing is given; give --ttl, --copies or --retention")
+    if "copies" in given:
+        given["copies"] = _copies(given["copies"])
+    now = client.change_prefix(model, name, cache_salt, **given)
+    click.echo(f"{name}: ttl {now.ttl:g} s, copies {now.copies}, retention {now.retention}")
 
 
 @prefix.command()
