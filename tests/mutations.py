@@ -439,18 +439,32 @@ MUTATIONS = (
     ),
     # -- named prefixes ------------------------------------------------------------------------
     Mutation(
-        "frontend/names.py",
-        "DELETE FROM prefixes WHERE id = ? AND used + ttl <= ?",
-        "DELETE FROM prefixes WHERE id = ? AND created + ttl <= ?",
-        "a name that is in use at another process ends when it is as old as its lifetime",
-        ("tests/frontend/test_names.py",),
+        "tracker/names.py",
+        "changed = replace(self.find(tenant, name), terms=terms, used=self._clock())",
+        "changed = replace(self.find(tenant, name), terms=terms)",
+        "a name whose lifetime is made shorter may end at once",
+        ("tests/tracker/test_names.py",),
     ),
     Mutation(
-        "frontend/keeper.py",
-        "await self._check_budget(model_uid, chunks, new.terms, replaced)",
-        "self._check_budget(model_uid, chunks, new.terms, replaced)",
+        "tracker/names.py",
+        "        self._prefixes = prefixes\n\n    async def _in_thread",
+        "\n    async def _in_thread",
+        "a name that was added is known to nobody before the next start",
+        ("tests/tracker/test_names.py",),
+    ),
+    Mutation(
+        "tracker/keeper.py",
+        "            await self._check_budget(chunks, new.terms, new.tenant, new.name)\n",
+        "            pass\n",
         "a hard prefix for which no replica has room is accepted, and never kept",
-        ("tests/frontend/test_keeper.py",),
+        ("tests/tracker/test_keeper.py",),
+    ),
+    Mutation(
+        "tracker/keeper.py",
+        "now >= self._joined_by and self._is_idle(incarnation)",
+        "self._is_idle(incarnation)",
+        "a new tracker has a prefix computed before the replica that keeps it has joined",
+        ("tests/tracker/test_keeper.py",),
     ),
     # -- tracker and mirror --------------------------------------------------------------------
     Mutation(

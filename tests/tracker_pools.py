@@ -35,7 +35,7 @@ asyncio.run(main())
 """
 
 
-async def create_tracker(address: str, model_uid: str = MODEL, **arguments: float) -> Any:
+async def create_tracker(address: str, model_uid: str = MODEL, **arguments: Any) -> Any:
     uid = tracker_uid(model_uid)
     return await xo.create_actor(BlockTracker, model_uid, address=address, uid=uid, **arguments)
 

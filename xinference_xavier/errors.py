@@ -57,6 +57,14 @@ class PrefixNotFoundError(ReasonError, LookupError):
     """The model has no prefix of that name."""
 
 
+class PrefixRefusedError(ReasonError, ValueError):
+    """A prefix cannot be kept as a client wants it."""
+
+
+class NamesError(ReasonError):
+    """The names of a model's prefixes cannot be read or changed at the moment."""
+
+
 class ReplicaNotServingError(ReasonError, LookupError):
     """The replica takes no requests: it starts, ends or has ended."""
 

@@ -73,12 +73,11 @@ class Cluster:
         self.disk.mkdir()
         self.damaged_disks = 0
         self.host = HostNode()
-        self.tracker = TrackerNode(mutation)
+        self.tracker = TrackerNode(folder, mutation)
         self.host.call("set_tracker", self.tracker.address)
         for name in pools:
             self.start(name)
         self.names = NamedPrefixes(
-            folder,
             lambda *asked: self.tracker.call(*asked),
             lambda: {each.incarnation: each.call for each in list(self.nodes.values())},
             self._computed,
@@ -189,7 +188,7 @@ class Cluster:
         port = self.tracker.port if same_address else 0
         self.host.call("set_tracker", None)
         self.tracker.kill()
-        self.tracker = TrackerNode(self._mutation, port)
+        self.tracker = TrackerNode(self.folder, self._mutation, port)
         self.host.call("set_tracker", self.tracker.address)
 
     def members(self) -> dict[str, set[str]]:

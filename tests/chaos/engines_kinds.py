@@ -348,7 +348,7 @@ def _no_room(scene: Scene) -> Iterator[None]:
     keepers = [
         process
         for process in scene.cluster.processes()
-        if any(file.path.endswith("prefixes.db") for file in process.open_files())
+        if any(Path(file.path).match("names/*.lock") for file in process.open_files())
     ]
     limits = {process: process.rlimit(psutil.RLIMIT_FSIZE) for process in keepers}
     for process, (_, hard) in limits.items():

@@ -14,7 +14,7 @@ import psutil
 
 from tests.chaos.disk import obey_orders
 from tests.chaos.mutations import Mutation, make_pool
-from tests.chaos.names import Watch
+from tests.chaos.names import Watch, chunked
 from tests.chaos.node import Settings
 from tests.chaos.scheduler import Scheduler
 from tests.chaos.worker import Worker
@@ -42,6 +42,7 @@ class View(StillEngine):
 
     def __init__(self, scheduler: Scheduler, comparable: bool, drain: float) -> None:
         super().__init__()
+        self.chunker = chunked
         self.sketch = (lambda key: None) if comparable else None
         self.stats = scheduler.manager.stats
         self.work_on_probes = scheduler.manager.probes.work

@@ -1,23 +1,23 @@
-"""Named prefixes in a chaos run: a real keeper and its store, whose replicas are the cluster's.
+"""Named prefixes in a chaos run: the tracker and its file are real, the replicas are the cluster's.
 
 Hard names must not be lost while their replica lives and its weights stay, which each replica
-watches itself (`Watch`); and whatever happened, all of them are back a while after the faults.
+watches itself (`Watch`); and whatever happened, the tracker's end included, all of them are back a
+while after the faults.
 
-Threading: the keeper's loop is a thread of its own.
+Threading: a thread of its own passes the tracker's requests for prefixes on to the replicas.
 """
 
-import asyncio
+import json
 import threading
-from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from examples.processes import until
-from tests.harness.replicas import CHUNK_TOKENS, MODEL
-from xinference_xavier.frontend.keeper import Keeper
-from xinference_xavier.frontend.names import Names, Store
-from xinference_xavier.frontend.prefix import Copies, NewPrefix, Retention, Terms
-from xinference_xavier.stats.schema import KnownLoad
+from tests.harness.remote import RemoteError
+from tests.harness.replicas import CHUNK_TOKENS
+from xinference_xavier.protocol.prefixes import Copies, NewPrefix, Retention, Terms
+from xinference_xavier.replica.inspect import Chunked
 
 CHUNKS = 8
 """The length of each prefix; the smallest pool keeps three of them firmly."""
@@ -26,15 +26,18 @@ KEPT: dict[str, tuple[Retention, Copies]] = {
     "somewhere": ("hard", 1),
     "here or there": ("soft", "all"),
 }
-COMPUTE_TIME = 5.0
-"""Seconds for a replica to compute a prefix among its other requests."""
 RETURN_TIME = 90.0
 """Seconds at rest until all hard names are back: the keeper looks every second, computes one at a
 time, and tries again after pauses that double."""
-_CLOSE_TIME = 10.0
+_PAUSE = 0.1
 
 Command = Callable[..., Any]
 """Asks the tracker, or a replica."""
+
+
+def chunked(question: Mapping[str, Any]) -> Chunked:
+    """Each prefix has the same length."""
+    return Chunked(CHUNKS * CHUNK_TOKENS, 2 * CHUNKS * CHUNK_TOKENS, CHUNK_TOKENS, [])
 
 
 class NamedPrefixes:
@@ -43,7 +46,6 @@ class NamedPrefixes:
 
     def __init__(
         self,
-        folder: Path,
         tracker: Command,
         replicas: Callable[[], Mapping[str, Command]],
         computed: Callable[[str], list[str]],
@@ -51,70 +53,45 @@ class NamedPrefixes:
         self._tracker = tracker
         self._replicas = replicas
         self._computed = computed
-        self._names = Names(Store(folder / "prefixes.db"))
-        self._keeper = Keeper(self._names, self._call, self._ask, self._loads)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="chaos-names")
+        self._begun: set[str] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._pass_on, name="chaos-names")
         self._thread.start()
-        self._run(self._names.load())
 
     def add(self) -> None:
         """The replicas are up and share."""
         for name, (retention, copies) in KEPT.items():
             terms = Terms(ttl=86400.0, copies=copies, retention=retention)
-            self._run(self._keeper.add(MODEL, NewPrefix(name, "", {"prompt": name}, terms)))
+            self._tracker("add_prefix", NewPrefix("", name, json.dumps({"prompt": name}), terms))
 
     def missing(self) -> list[str]:
         """The hard names that are not kept, once they have had time to come back."""
+        until(lambda: not self._lost(), RETURN_TIME, interval=0.5)
+        return self._lost()
 
-        def lost() -> list[str]:
-            names: list[str] = self._run(self._lost())
-            return names
-
-        until(lambda: not lost(), RETURN_TIME, interval=0.5)
-        return lost()
-
-    async def _lost(self) -> list[str]:
-        reports = [self._keeper.report(prefix) for prefix in self._names.of(MODEL)]
-        hard = [report for report in reports if report["retention"] == "hard"]
-        assert len(hard) == sum(retention == "hard" for retention, _ in KEPT.values())
-        return [f"{each['name']} is {each['state']}" for each in hard if each["state"] != "kept"]
+    def _lost(self) -> list[str]:
+        try:
+            found = json.loads(self._tracker("prefixes", ""))
+        except RemoteError as error:
+            return [f"unknown: {error}"]
+        states = {each["name"]: each["state"] for each in found}
+        hard = [name for name, (retention, _) in KEPT.items() if retention == "hard"]
+        return [f"{name} is {states.get(name)}" for name in hard if states.get(name) != "kept"]
 
     def close(self) -> None:
-        self._run(self._keeper.close())
-        self._run(self._names.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._ended.set()
         self._thread.join()
-        self._loop.close()
 
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_CLOSE_TIME)
-
-    # -- what the keeper calls ----------------------------------------------------------------
-
-    async def _call(self, model_uid: str, method: str, *args: Any, deadline: float = 10.0) -> Any:
-        if method == "explain":
-            tokens = CHUNKS * CHUNK_TOKENS
-            return {
-                "prompt_tokens": tokens,
-                "chunk_tokens": CHUNK_TOKENS,
-                "context_tokens": 2 * tokens,
-            }
-        return await asyncio.to_thread(self._tracker, method, *args)
-
-    async def _ask(
-        self, model_uid: str, replica: str, content: Mapping[str, Any], tenant: str, number: str
-    ) -> None:
-        command = self._replicas()[replica]
-        await asyncio.to_thread(command, "compute", number, content["prompt"], CHUNKS)
-        if not await asyncio.to_thread(
-            until, lambda: number in self._computed(replica), COMPUTE_TIME, 0.1
-        ):
-            raise TimeoutError(f"{replica} has not computed {content['prompt']!r}")
-
-    def _loads(self, model_uid: str) -> Mapping[str, KnownLoad]:
-        """They rest, so that what is lost is computed at once."""
-        return {incarnation: KnownLoad() for incarnation in self._replicas()}
+    def _pass_on(self) -> None:
+        while not self._ended.wait(_PAUSE):
+            with suppress(RemoteError, KeyError):  # a lane has killed one of them
+                asked: dict[str, tuple[str, str]] = self._tracker("asked_for_prefixes")
+                for number, (replica, text) in asked.items():
+                    if number in self._computed(replica):
+                        self._tracker("answer", number)
+                    elif number not in self._begun:
+                        self._begun.add(number)
+                        self._replicas()[replica]("compute", number, text, CHUNKS)
 
 
 class Watch:

@@ -2,9 +2,11 @@
 supervisor through which replicas find it again. Both sides are processes with an xoscar pool."""
 
 import asyncio
+import json
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import xoscar
@@ -15,10 +17,13 @@ from tests.harness.remote import Remote, forked, serve_actors
 from tests.harness.replicas import MODEL
 from xinference_xavier.protocol.tracker import Outcome, tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.names_file import Prefix
 
 LEASE = 3.0
 _TICK = 0.5
 _DELAY = 0.7
+_COMPUTE_TIME = 5.0
+"""Seconds for a replica to compute a prefix among its other requests."""
 _REPEATED_AFTER = 5
 """Publications of the same replica before one is repeated."""
 
@@ -37,14 +42,25 @@ class FaultyTracker(BlockTracker):
     """Publications are lost, repeated or late. `expired` lists incarnations whose lease ended, and
     when."""
 
-    def __init__(self, clock: Clock, mutation: Mutation | None) -> None:
-        super().__init__(MODEL, lease=LEASE, tick=_TICK, clock=clock)
+    def __init__(self, clock: Clock, folder: Path, mutation: Mutation | None) -> None:
+        super().__init__(MODEL, lease=LEASE, tick=_TICK, home=folder, clock=clock)
         self.clock = clock
         self.mutation = mutation
         self.orders: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
         self.expired: list[tuple[str, float]] = []
+        self.asked: dict[str, tuple[str, str]] = {}
+        """The replica and the text of each request for a named prefix."""
+        self.answered = asyncio.Condition()
         self._to_repeat: dict[str, list[Any]] = {}
+
+    async def _compute(self, replica: str, prefix: Prefix, request_id: str) -> None:
+        self.asked[request_id] = replica, json.loads(prefix.content)["prompt"]
+        try:
+            async with asyncio.timeout(_COMPUTE_TIME), self.answered:
+                await self.answered.wait_for(lambda: request_id not in self.asked)
+        finally:
+            self.asked.pop(request_id, None)
 
     async def publish(
         self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
@@ -112,6 +128,14 @@ class _TrackerInside:
             digest: set(known.index._leases) for digest, known in self._tracker._namespaces.items()
         }
 
+    async def asked_for_prefixes(self) -> dict[str, tuple[str, str]]:
+        return self._tracker.asked
+
+    async def answer(self, request_id: str) -> None:
+        async with self._tracker.answered:
+            self._tracker.asked.pop(request_id, None)
+            self._tracker.answered.notify_all()
+
     async def jump(self, seconds: float) -> None:
         self._tracker.clock.ahead += seconds
 
@@ -142,10 +166,10 @@ class FakeWorker(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no 
         return self._supervisor
 
 
-async def _start_tracker(pool: Any, mutation: Mutation | None) -> _TrackerInside:
+async def _start_tracker(pool: Any, folder: Path, mutation: Mutation | None) -> _TrackerInside:
     uid = tracker_uid(MODEL)
     address = pool.external_address
-    await xoscar.create_actor(FaultyTracker, Clock(), mutation, address=address, uid=uid)
+    await xoscar.create_actor(FaultyTracker, Clock(), folder, mutation, address=address, uid=uid)
     return _TrackerInside(pool._actors[uid.encode()], pool)
 
 
@@ -156,15 +180,15 @@ async def _start_host(pool: Any) -> Any:
     return supervisor
 
 
-def _serve_tracker(pipe: Connection, mutation: Mutation | None, port: int) -> None:
-    serve_actors(pipe, _start_tracker, mutation, address=f"127.0.0.1:{port}")
+def _serve_tracker(pipe: Connection, folder: Path, mutation: Mutation | None, port: int) -> None:
+    serve_actors(pipe, _start_tracker, folder, mutation, address=f"127.0.0.1:{port}")
 
 
 class TrackerNode(Remote):
     """Its commands are the methods of `_TrackerInside`."""
 
-    def __init__(self, mutation: Mutation | None, port: int = 0) -> None:
-        super().__init__(_serve_tracker, mutation, port, context=forked(PRELOAD))
+    def __init__(self, folder: Path, mutation: Mutation | None, port: int = 0) -> None:
+        super().__init__(_serve_tracker, folder, mutation, port, context=forked(PRELOAD))
         self.address: str = self.wait_until_ready()
 
     @property

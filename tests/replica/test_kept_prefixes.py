@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.pool import Pool, flush
 from xinference_xavier.protocol.prefixes import Keeping, KeptPrefix
 from xinference_xavier.replica import kept_prefixes as module
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
@@ -68,12 +68,12 @@ def replica() -> Replica:
 def test_a_prefix_is_kept_while_there_is_room_for_it(replica: Replica) -> None:
     replica.compute(A, b"abc")
     kept = replica.kept.keep({A: False})
-    assert kept == ({A: KeptPrefix(100, 3, 3, False)}, SLOTS, 4, 0)
+    assert kept == ({A: KeptPrefix(100, 3, 3, False)}, 4, 0)
     for others in (b"01234", b"56789"):
         replica.store(others)
         assert replica.holds() == others + b"abc"
     replica.store(b"ABCDEFG")
-    assert replica.kept.keep(None).prefixes[A].held == 1, "what is computed needs the rest"
+    assert replica.kept.keep({}).prefixes[A].held == 1, "what is computed needs the rest"
 
 
 def test_a_firm_prefix_is_never_evicted(replica: Replica) -> None:
@@ -83,39 +83,30 @@ def test_a_firm_prefix_is_never_evicted(replica: Replica) -> None:
     assert replica.holds() == b"abc"
 
 
-def test_what_nobody_wants_is_not_kept(replica: Replica) -> None:
+def test_what_is_let_go_is_not_kept(replica: Replica) -> None:
     replica.compute(A, b"abc")
-    assert replica.kept.keep({B: True}).prefixes == {}
-    assert replica.kept.keep({A: True}).prefixes == {}, "it has to be computed again"
+    assert replica.kept.keep({B: True}).prefixes == {B: KeptPrefix()}, "it is not computed"
+    assert replica.kept.keep({A: True}).prefixes == {A: KeptPrefix()}, "nor is what came too early"
     replica.compute(A, b"abc")
-    replica.kept.keep({A: True})
-    assert replica.kept.keep({}).firm_chunks == 0
-    replica.now += 61.0
-    replica.kept.collect()
+    assert replica.kept.keep({}).firm_chunks == 3
+    assert replica.kept.keep({A: None, B: None}).firm_chunks == 0
     assert replica.kept.keep(None).prefixes == {}
     assert len(replica.pool.reserve(split(b"01234567")).rows) == SLOTS
 
 
-def test_a_keeper_may_be_silent_for_half_a_minute(replica: Replica) -> None:
-    """Its API process restarts, or another replica does not answer it."""
-    replica.kept.keep({A: True})
-    replica.compute(A, b"abc")
-    assert replica.kept.keep({A: True}).firm_chunks == 3
-    replica.now += 30.0
-    replica.kept.collect()
-    assert replica.kept.keep({A: True}).firm_chunks == 3
-
-
-def test_what_one_keeper_does_not_know_yet_is_not_dropped_for_another(replica: Replica) -> None:
-    for _ in range(10):
-        replica.now += 0.5
-        replica.kept.keep({A: False, B: True})
-        if not replica.kept.prompts():
-            replica.compute(B, b"xy")
-        replica.now += 0.5
-        replica.kept.keep({A: False})
-    kept = replica.kept.keep({A: False, B: True})
-    assert kept.prefixes == {B: KeptPrefix(100, 2, 2, True)}
+def test_a_tracker_hears_of_changes_and_a_new_one_of_everything(replica: Replica) -> None:
+    replica.compute(A, b"ab")
+    replica.compute(B, b"xy")
+    everything = {A: KeptPrefix(100, 2, 2, True), B: KeptPrefix(100, 2, 2, False)}
+    assert replica.kept.keep({A: True, B: False}).prefixes == everything
+    assert replica.kept.keep({}).prefixes == {}
+    flush(replica.pool, lambda row: row.key == b"y")
+    lost = {B: KeptPrefix(100, 2, 1, False)}
+    assert replica.kept.keep({}).prefixes == lost
+    assert replica.kept.keep(None).prefixes == everything | lost
+    assert replica.kept.keep({}).prefixes == {}
+    replica.kept.keep({B: None})
+    assert replica.kept.keep({B: False}).prefixes == {B: KeptPrefix()}, "it was let go between"
 
 
 def test_a_marked_prompt_is_kept_until_it_expires(replica: Replica) -> None:
@@ -176,8 +167,8 @@ def test_chunks_stay_as_long_as_any_prefix_needs_them(replica: Replica) -> None:
     replica.compute(A, b"ab")
     replica.compute(B, b"abc")
     assert replica.kept.keep({A: True, B: True}).firm_chunks == 3
-    assert replica.kept.keep({A: False, B: True}).firm_chunks == 3
-    assert replica.kept.keep({A: True}).firm_chunks == 2
+    assert replica.kept.keep({A: False}).firm_chunks == 3
+    assert replica.kept.keep({A: True, B: None}).firm_chunks == 2
     assert len(replica.pool.reserve(split(b"01234567")).rows) == 6
     assert replica.holds() == b"ab"
 
@@ -187,7 +178,7 @@ def test_the_firm_part_is_bounded(replica: Replica) -> None:
     replica.compute(B, b"de")
     kept = replica.kept.keep({A: True, B: True})
     assert (kept.firm_chunks, kept.prefixes[A].firm, kept.prefixes[B].firm) == (3, True, False)
-    kept = replica.kept.keep({B: True})
+    kept = replica.kept.keep({A: None})
     assert (kept.firm_chunks, kept.prefixes[B].firm) == (2, True), "now there is room"
 
 
@@ -195,7 +186,7 @@ def test_another_chat_template_makes_other_chunks(replica: Replica) -> None:
     replica.compute(A, b"abc")
     replica.kept.keep({A: True})
     replica.compute(A, b"xyz")
-    assert replica.kept.keep({A: True}).firm_chunks == 3
+    assert replica.kept.keep({}).firm_chunks == 3
     assert len(replica.pool.reserve(split(b"01234567")).rows) == 5
     assert replica.holds() == b"xyz"
 
@@ -205,4 +196,4 @@ def test_chunks_that_are_not_stored_yet_are_kept_when_they_come(replica: Replica
     assert replica.kept.keep({A: True}).prefixes[A].held == 0
     replica.store(b"abc")
     replica.pool.reserve(split(b"01234567"))
-    assert replica.kept.keep(None).prefixes[A].held == 3
+    assert replica.kept.keep({}).prefixes[A].held == 3

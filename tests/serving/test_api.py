@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastapi import HTTPException, Request
 from fastapi.security import SecurityScopes
 
 from tests.serving.supervisors import KEY_BYTES, Supervisor, api_context, gateway_to, join
+from tests.tracker_pools import create_tracker
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.tracker import unpack_question
@@ -22,6 +24,7 @@ from xinference_xavier.serving.answers import MODEL, answered_for, model_access
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import FirstTokens, ReplicaStats
+from xinference_xavier.tracker.keeper import Keeper
 
 HITS = {"prefix_cache": 1, "local_pool": 20, "disk": 5, "remote": 300, "computed": 4000}
 WAITS, BOTH_WAITS = FirstTokens(), FirstTokens()
@@ -40,7 +43,6 @@ STATS: dict[str, Any] = {
 }
 QUESTION = {"prompt": "What?"}
 CHUNK = {"from": 0, "to": 4, "replicas": {"a": "pool"}}
-NO_PREFIXES = {"prefixes": [], "prefix_states": {}}
 GUIDE = {
     **{"name": "guide", "state": "kept", "reason": "", "tokens": 4, "chunks": 1, "replicas": {}},
     **{"ttl": 60.0, "copies": 1, "retention": "soft", "created": 1.0, "used": 1.0, "expires": 2.0},
@@ -73,11 +75,8 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         }
 
 
-def client_of(
-    supervisor: Any, prefixes: dict[str, Any] | None = None, service: Any = None
-) -> httpx.AsyncClient:
+def client_of(supervisor: Any, service: Any = None) -> httpx.AsyncClient:
     context, trackers = api_context(service), gateway_to(supervisor)
-    trackers.prefixes = lambda model_uid: prefixes or NO_PREFIXES
     add_routes(context, trackers)
     context.app.include_router(context.router)
     transport = httpx.ASGITransport(context.app)
@@ -375,9 +374,13 @@ REPORTS = {
 """Routes that answer with reports, and bodies."""
 
 
-async def test_only_those_who_may_ask_a_model_see_its_names(supervisor: Any, tracker: Any) -> None:
-    named = {**NO_PREFIXES, "prefixes": [GUIDE], "prefix_states": {"kept": 1}}
-    async with client_of(supervisor, named, service=Keys()) as client:
+async def test_only_those_who_may_ask_a_model_see_its_names(
+    supervisor: Any, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"prefixes": [GUIDE], "prefix_states": {"kept": 1}}
+    monkeypatch.setattr(Keeper, "status", lambda keeper: named)
+    await create_tracker(address, "m", home=tmp_path)
+    async with client_of(supervisor, service=Keys()) as client:
         for route, body in {**REPORTS, "GET /v1/cluster/xavier": None}.items():
             method, path = route.format(model_uid="m").split()
             for key in ("here", "elsewhere"):

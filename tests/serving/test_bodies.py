@@ -9,7 +9,8 @@ import pytest
 from fastapi.responses import JSONResponse
 
 from tests.serving.supervisors import api_context
-from xinference_xavier.frontend.prefix import Terms, read_ttl
+from xinference_xavier.frontend.prefix import read_ttl
+from xinference_xavier.protocol.prefixes import Terms
 from xinference_xavier.serving import answers
 from xinference_xavier.serving.answers import add_route
 from xinference_xavier.serving.bodies import Change, PrefixBody, PrefixTerms, Question, Weights
@@ -150,7 +151,7 @@ async def test_a_body_that_is_too_long_is_not_read(
 def test_a_text_is_kept_softly_for_an_hour_since_its_last_use(fields: dict[str, Any]) -> None:
     new = PrefixBody(**{**fields, "name": "guide"}).prefix("tenant")
     content = {key: value for key, value in fields.items() if key != "name"}
-    assert new == ("guide", "tenant", content, Terms(3600.0, 1, "soft"))
+    assert new == ("tenant", "guide", json.dumps(content), Terms(3600.0, 1, "soft"))
 
 
 def test_it_may_belong_to_an_adapter_and_have_other_terms() -> None:
@@ -158,13 +159,12 @@ def test_it_may_belong_to_an_adapter_and_have_other_terms() -> None:
         {**GUIDE, "lora_name": "poet", "ttl": "7d", "copies": "all", "retention": "hard"}
     )
     new = body.prefix("")
-    assert new.content == {"prompt": "text", "lora_name": "poet"}
+    assert json.loads(new.content) == {"prompt": "text", "lora_name": "poet"}
     assert new.terms == Terms(7 * 86400.0, "all", "hard")
 
 
-def test_a_change_keeps_what_it_does_not_name() -> None:
-    terms = Terms(60.0, "all", "hard")
-    assert PrefixTerms(retention="soft").change(terms) == Terms(60.0, "all", "soft")
+def test_a_change_has_only_what_it_names() -> None:
+    assert PrefixTerms.model_validate({"retention": "soft"}).given == {"retention": "soft"}
 
 
 @pytest.mark.parametrize(

@@ -1,60 +1,68 @@
-"""Named prefixes in the API process: their REST routes, with a store and a keeper, and what other
-requests and replicas get of them. The cluster is a model of one."""
+"""Named prefixes in the API process: their REST routes, and what other requests get of them. The
+tracker is real, and its only replica is the test's."""
 
 import asyncio
-import sqlite3
+import json
+import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import xoscar as xo
 from fastapi import HTTPException, Request
 from xinference import extensions
 
-from tests.frontend.test_keeper import MODEL, Cluster
-from tests.serving.supervisors import api_context, gateway_to
+from tests.harness.remote import PATIENCE
+from tests.serving.supervisors import api_context, gateway_to, join
+from tests.tracker_pools import create_tracker
 from xinference_xavier.client.client import _tenant
-from xinference_xavier.frontend.prefix import NewPrefix, Terms
+from xinference_xavier.errors import NamesError
+from xinference_xavier.protocol.prefixes import Kept
+from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving import prefixes as module
-from xinference_xavier.serving.prefixes import (
-    FILE,
-    Prefixes,
-    Starting,
-    add_prefix_routes,
-)
+from xinference_xavier.serving.prefixes import Prefixes, add_prefix_routes
 from xinference_xavier.stats.answers import SALT_HEADER
 
+MODEL = "m"
 PATH = f"/v1/xavier/{MODEL}/prefixes"
 GUIDE = {"name": "travel guide", "prompt": "text"}
-STORED = NewPrefix("guide", "", {"prompt": "text"}, Terms())
 
 
-class Model:
-    """The model actor of every replica."""
+class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """The part of a replica's actor that the tracker calls. A text has a token per letter."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+    async def explain(self, packed: bytes) -> dict[str, Any]:
+        tokens = len(json.loads(packed)["prompt"])
+        return {"prompt_tokens": tokens, "context_tokens": 64, "chunk_tokens": 4, "chunks": []}
 
-    async def generate(self, prompt: str, config: Any, **how: Any) -> None:
-        self.asked.append(("generate", prompt, config, how))
-
-    async def chat(self, messages: Any, config: Any, **how: Any) -> None:
-        self.asked.append(("chat", messages, config, how))
+    async def keep(self, changes: Any) -> Kept:
+        return Kept({}, 4, 0)
 
 
-class Named(Prefixes):
-    def __init__(self, cluster: Cluster, home: Path) -> None:
-        self.model = Model()
-        super().__init__(gateway_to(self), home)
-        self.keeper._call, self.keeper._ask = cluster.call, cluster.ask
-        self.keeper._loads = cluster.loads
+async def make_tracker(address: str, home: Path) -> Any:
+    tracker = await create_tracker(address, MODEL, home=home)
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            try:
+                await tracker.prefixes("")
+            except NamesError:  # it reads the file
+                await asyncio.sleep(0)
+            else:
+                return tracker
 
-    async def get_model(self, name: str, xavier_replica: bool = False) -> Model:
-        """The supervisor's method."""
-        assert (name, xavier_replica) == ("m-0", True)
-        return self.model
+
+@pytest.fixture
+async def tracker(supervisor: Any, address: str, tmp_path: Path) -> AsyncIterator[Any]:
+    tracker = await make_tracker(address, tmp_path)
+    await xo.create_actor(Replica, address=address, uid=replica_uid("a"))
+    await join(tracker, "a", "m-rep0", address)
+    yield tracker
+    with suppress(xo.ActorNotExist):  # a test did so
+        await xo.destroy_actor(tracker)
 
 
 def access(request: Request, model_uid: str) -> None:
@@ -63,30 +71,12 @@ def access(request: Request, model_uid: str) -> None:
 
 
 @pytest.fixture
-def cluster() -> Cluster:
-    return Cluster("m-0", "m-1")
-
-
-@pytest.fixture
-async def prefixes(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Named]:
-    prefixes = Named(cluster, tmp_path)
-    yield prefixes
-    await prefixes.close()
-
-
-@pytest.fixture
-async def started(prefixes: Named) -> Named:
-    await prefixes.start()
-    return prefixes
-
-
-@pytest.fixture
 async def client(
-    started: Named, monkeypatch: pytest.MonkeyPatch
+    tracker: Any, supervisor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[httpx.AsyncClient]:
     monkeypatch.setattr(module, "model_access", lambda context: access)
     context = api_context()
-    add_prefix_routes(context, started)
+    add_prefix_routes(context, gateway_to(supervisor))
     context.app.include_router(context.router)
     transport = httpx.ASGITransport(context.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
@@ -99,12 +89,14 @@ async def names(client: httpx.AsyncClient, salt: str | None = None) -> list[str]
 
 
 async def test_a_prefix_is_added_shown_changed_and_removed(client: httpx.AsyncClient) -> None:
-    added = await client.post(PATH, json=GUIDE)
+    added = await client.post(PATH, json={**GUIDE, "ttl": "2h"})
     assert (added.status_code, added.json()["state"]) == (201, "waiting")
     shown = await client.get(f"{PATH}/travel%20guide")
     assert (shown.status_code, shown.json()["name"]) == (200, "travel guide")
-    changed = await client.patch(f"{PATH}/travel%20guide", json={"ttl": "7d", "copies": "all"})
-    assert (changed.status_code, changed.json()["ttl"]) == (200, 7 * 86400)
+    changed = await client.patch(f"{PATH}/travel%20guide", json={"copies": "all"})
+    assert (changed.status_code, changed.json()["copies"]) == (200, "all")
+    assert changed.json()["ttl"] == 7200.0, "what is missing stays"
+    assert changed.json()["created"] == added.json()["created"]
     assert await names(client) == ["travel guide"]
     assert (await client.delete(f"{PATH}/travel%20guide")).json() == {"removed": "travel guide"}
     assert await names(client) == []
@@ -178,33 +170,32 @@ async def test_a_model_that_does_not_share(client: httpx.AsyncClient) -> None:
     assert (answer.status_code, answer.headers["x-xavier-not-found"]) == (404, "model")
 
 
-async def test_wrong_requests(client: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_wrong_requests(client: httpx.AsyncClient) -> None:
     answer = await client.post(PATH, json={**GUIDE, "name": "a/b"})
     assert (answer.status_code, "choose another" in answer.text) == (400, True)
     for wrong in ("", "%ff", "%00", "x" * 257):
         assert (await client.get(PATH, headers={SALT_HEADER: wrong})).status_code == 400
-    cluster.tokens = 5
-    answer = await client.post(PATH, json=GUIDE)
-    assert (answer.status_code, "give a prefix of at least 128" in answer.text) == (400, True)
+    answer = await client.post(PATH, json={**GUIDE, "prompt": "?"})
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("'travel guide' has 1 tokens; give a prefix of")
     assert await names(client) == []
 
 
-def broken(*_: object) -> Any:
-    raise sqlite3.OperationalError("disk I/O error")
+def full(*args: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 async def test_a_file_that_cannot_be_written(
-    started: Named, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.post(PATH, json=GUIDE)
-    for method in ("_add", "_delete"):
-        monkeypatch.setattr(started.names._store, method, broken)
+    monkeypatch.setattr(os, "fsync", full)
     for answer in (
         await client.post(PATH, json=GUIDE),
         await client.delete(f"{PATH}/travel%20guide"),
     ):
         assert answer.status_code == 503
-        assert "the names of prefixes cannot be changed: disk I/O error" in answer.text
+        assert answer.json()["detail"].startswith("the names of prefixes cannot be changed: [Errno")
     assert await names(client) == ["travel guide"]
 
 
@@ -217,99 +208,83 @@ async def test_only_those_who_may_ask_the_model(client: httpx.AsyncClient) -> No
     assert await names(client) == ["travel guide"]
 
 
-# -- for requests and replicas ----------------------------------------------------------------
+# -- for requests ------------------------------------------------------------------------------
 
 
-async def test_they_are_kept_with_the_server_s_start(cluster: Cluster, tmp_path: Path) -> None:
-    prefixes, reached = Named(cluster, tmp_path), []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        reached.append((scope["type"], prefixes.names.failure))
-
-    starting = Starting(app, prefixes)
-    await starting({"type": "http"}, None, None)  # type: ignore[arg-type]
-    await starting({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
-    assert reached == [("http", "the server starts; ask again"), ("lifespan", "")]
-    assert (tmp_path / FILE).exists()
-    assert prefixes.names.failure == "the server ends"
-    assert [each.name for each in (tmp_path / FILE).parent.iterdir()] == [FILE.name], "closed"
+@pytest.fixture
+def prefixes(supervisor: Any) -> Prefixes:
+    return Prefixes(gateway_to(supervisor))
 
 
-async def test_a_file_that_cannot_be_opened_leaves_the_server_alone_and_is_tried_again(
-    prefixes: Named, tmp_path: Path
-) -> None:
-    (tmp_path / FILE).mkdir(parents=True)
-    await prefixes.start()
+async def refusal(prefixes: Prefixes, name: str = "travel guide", tenant: str = "") -> Any:
     with pytest.raises(HTTPException) as refused:
-        await prefixes.content_of(MODEL, "", "guide")
-    assert refused.value.status_code == 503
-    assert "the names of prefixes cannot be read" in refused.value.detail
-    status = prefixes.status(MODEL)
-    assert (status["prefixes"], status["prefix_states"]) == ([], {})
-    (tmp_path / FILE).rmdir()
-    await prefixes.names.tend()
-    await prefixes.names.add(MODEL, STORED)
-    assert await prefixes.content_of(MODEL, "", "guide") == STORED.content
+        await prefixes.content_of(MODEL, tenant, name)
+    return refused.value
 
 
-async def test_only_names_without_a_tenant_are_public(started: Named, cluster: Cluster) -> None:
-    cluster.replicas.clear()
-    await started.names.add(MODEL, STORED)
-    await started.names.add(MODEL, STORED._replace(name="secret", tenant="a"))
-    status = started.status(MODEL)
-    assert [each["name"] for each in status["prefixes"]] == ["guide"]
-    async with asyncio.timeout(30):
-        while status["prefix_states"] != {"waiting": 2}:
-            await asyncio.sleep(0)
-            status = started.status(MODEL)
-
-
-async def test_a_request_gets_a_name_s_content(started: Named) -> None:
-    await started.names.add(MODEL, STORED)
-    assert await started.content_of(MODEL, "", "guide") == STORED.content
-    with pytest.raises(HTTPException, match=r"404: .* has no prefix named 'guide'"):
-        await started.content_of(MODEL, "b", "guide")
-
-
-async def test_the_status_shows_those_that_were_used_last(
-    started: Named, monkeypatch: pytest.MonkeyPatch
+async def test_a_request_gets_a_name_s_content(
+    client: httpx.AsyncClient, prefixes: Prefixes
 ) -> None:
-    monkeypatch.setattr(module, "MAX_SHOWN", 2)
-    for name in "abcd":
-        await started.names.add(MODEL, STORED._replace(name=name))
-    await started.content_of(MODEL, "", "b")
-    assert [each["name"] for each in started.status(MODEL)["prefixes"]] == ["b", "d"]
+    await client.post(PATH, json=GUIDE)
+    assert await prefixes.content_of(MODEL, "", "travel guide") == {"prompt": "text"}
+    unknown = await refusal(prefixes, tenant="b")
+    assert (unknown.status_code, unknown.headers) == (404, {"x-xavier-not-found": "prefix"})
+    assert unknown.detail.endswith("has no prefix named 'travel guide'")
+
+
+async def test_a_content_is_sent_once_to_each_process(
+    client: httpx.AsyncClient, prefixes: Prefixes, tracker: Any, supervisor: Any
+) -> None:
+    """And never an old one: a name means the same in all of them."""
+    other = Prefixes(gateway_to(supervisor))
+    for text in ("text", "another text"):
+        await client.post(PATH, json={**GUIDE, "prompt": text})
+        for each in (prefixes, other):
+            first = await each.content_of(MODEL, "", "travel guide")
+            assert first == {"prompt": text}
+            assert await each.content_of(MODEL, "", "travel guide") is first
+    await client.delete(f"{PATH}/travel%20guide")
+    for each in (prefixes, other):
+        assert (await refusal(each)).status_code == 404
+        assert not each._remembered
+
+
+async def test_contents_are_remembered_as_far_as_there_is_room(
+    client: httpx.AsyncClient, supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 60)
+    prefixes = Prefixes(gateway_to(supervisor))
+    for name in ("a", "b", "c"):
+        await client.post(PATH, json={"name": name, "prompt": "x" * 10})
+        await prefixes.content_of(MODEL, "", name)
+    assert [name for *_, name in prefixes._remembered] == ["b", "c"]
+
+
+async def test_what_was_used_is_served_while_the_tracker_is_away(
+    client: httpx.AsyncClient, prefixes: Prefixes, tracker: Any, address: str, tmp_path: Path
+) -> None:
+    """The supervisor is started again; then the names are those of the file."""
+    for name in ("travel guide", "other", "removed"):
+        await client.post(PATH, json={**GUIDE, "name": name})
+    for name in ("travel guide", "removed"):
+        await prefixes.content_of(MODEL, "", name)
+    await client.delete(f"{PATH}/removed")
+    await xo.destroy_actor(tracker)
+    assert await prefixes.content_of(MODEL, "", "travel guide") == {"prompt": "text"}
+    unknown = await refusal(prefixes, "other")
+    assert (unknown.status_code, unknown.headers) == (404, {"x-xavier-not-found": "model"})
+    successor = await make_tracker(address, tmp_path)
+    assert await prefixes.content_of(MODEL, "", "other") == {"prompt": "text"}
+    assert (await refusal(prefixes, "removed")).status_code == 404
+    await xo.destroy_actor(successor)
 
 
 async def test_while_names_cannot_be_read_a_request_is_told_so(
-    prefixes: Named, monkeypatch: pytest.MonkeyPatch
+    prefixes: Prefixes, supervisor: Any, address: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(HTTPException, match="503: the server starts"):
-        await prefixes.content_of(MODEL, "", "guide")
-    await prefixes.start()
-    await prefixes.names.add(MODEL, STORED)
-    with monkeypatch.context() as patch:
-        patch.setattr(prefixes.names._store, "_version", broken)
-        with pytest.raises(HTTPException, match="503: the names of prefixes cannot be read: disk"):
-            await prefixes.content_of(MODEL, "", "guide")
-    assert await prefixes.content_of(MODEL, "", "guide") == STORED.content
-
-
-@pytest.mark.parametrize(
-    ("content", "tenant", "asked"),
-    [
-        ({"prompt": "text"}, "", ("generate", "text", {"max_tokens": 1})),
-        ({"messages": [1]}, "a", ("chat", [1], {"max_tokens": 1, "cache_salt": "a"})),
-        ({"messages": [1], "tools": [2]}, "", ("chat", [1], {"max_tokens": 1, "tools": [2]})),
-        (
-            {"prompt": "text", "lora_name": "poet"},
-            "",
-            ("generate", "text", {"max_tokens": 1, "lora_name": "poet"}),
-        ),
-    ],
-)
-async def test_a_replica_is_asked_for_one_token(
-    started: Named, content: Any, tenant: str, asked: Any
-) -> None:
-    await started._ask(MODEL, "m-0", content, tenant, "number 1")
-    assert started.model.asked == [(*asked, {"request_id": "number 1"})]
+    (tmp_path / "names" / "m.json").mkdir(parents=True)
+    tracker = await create_tracker(address, MODEL, home=tmp_path)
+    refused = await refusal(prefixes)
+    assert refused.status_code == 503
+    assert refused.detail.startswith("the names of prefixes cannot be read: ")
+    await xo.destroy_actor(tracker)

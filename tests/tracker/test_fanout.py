@@ -16,7 +16,6 @@ from tests.tracker_pools import (
     wait_for_update,
 )
 from xinference_xavier.protocol.load import Load, Serving
-from xinference_xavier.protocol.prefixes import Kept, KeptPrefix
 from xinference_xavier.protocol.tracker import (
     Member,
     Settings,
@@ -231,28 +230,6 @@ async def test_a_long_answer_needs_none_of_the_default_threads(
     await join(tracker, *(Member(f"replica-{number}", "127.0.0.1:1") for number in range(60)))
     status = await asyncio.wait_for(tracker.status(), 60.0)
     assert len(status["namespaces"][NAMESPACE]["replicas"]) == 60
-
-
-class Keeping(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """A replica; the one with the incarnation "b" gives no proper answer."""
-
-    async def keep(self, wanted: dict[str, bool] | None) -> Any:
-        if self.uid == replica_uid("b").encode():
-            return wanted
-        prefixes = {name: KeptPrefix(100, 2, 1, firm) for name, firm in (wanted or {}).items()}
-        return Kept(prefixes, 8, 4, 0)
-
-
-async def test_each_replica_is_told_what_to_keep_and_answers_what_it_keeps(tracker: Any) -> None:
-    for name in ("a", "b", "c"):
-        await xo.create_actor(Keeping, address=tracker.address, uid=replica_uid(name))
-        await tracker.join(NAMESPACE, Member(name, tracker.address), 4, Settings(), f"model-{name}")
-    wanted = {"model-a": {"0" * 16: True}, "model-b": {"1" * 16: True}}
-    assert await tracker.keep_prefixes(wanted) == {
-        "model-a": Kept({"0" * 16: KeptPrefix(100, 2, 1, True)}, 8, 4, 0),
-        "model-c": Kept({}, 8, 4, 0),
-    }
-    assert (await tracker.keep_prefixes(None)).keys() == {"model-a", "model-c"}
 
 
 class Explaining(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types

@@ -1,12 +1,9 @@
-"""What a named prefix is, and what clients may say about it.
+"""What clients may say about a named prefix.
 
 Every check raises a ValueError that names the value, the reason and the remedy.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
 
 from xinference_xavier.errors import shown
 from xinference_xavier.stats.answers import is_part_of_path
@@ -17,51 +14,10 @@ MAX_SALT = 256
 """Characters; xinference accepts as many."""
 MAX_TTL = 366 * 86400.0
 """Seconds."""
-DEFAULT_TTL = 3600.0
-LORA = "lora_name"
-"""The field of a request, and of a content, that names an adapter. Its rows are the adapter's."""
-Retention = Literal["soft", "hard"]
-Copies = Literal[1, "all"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])", re.ASCII)
 _SALT = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SALT}}}")
 """What xinference accepts."""
-
-
-class Terms(NamedTuple):
-    """How a prefix is kept: each use begins its lifetime of `ttl` seconds anew. Soft ones may be
-    evicted after everything else."""
-
-    ttl: float = DEFAULT_TTL
-    copies: Copies = 1
-    retention: Retention = "soft"
-
-
-@dataclass(slots=True)
-class Prefix:
-    """Without its content. `tenant` is the `cache_salt` of its requests, or empty."""
-
-    id: str
-    model_uid: str
-    tenant: str
-    name: str
-    terms: Terms
-    created: float
-    used: float
-    """Wall-clock seconds."""
-
-    @property
-    def expires(self) -> float:
-        return self.used + self.terms.ttl
-
-
-class NewPrefix(NamedTuple):
-    """`content` has a prompt, or messages and perhaps tools; and perhaps an adapter's name."""
-
-    name: str
-    tenant: str
-    content: Mapping[str, Any]
-    terms: Terms
 
 
 def check_name(name: str) -> str:
@@ -82,11 +38,6 @@ def check_tenant(salt: object) -> str:
             "characters; leave it out or use the one of your requests"
         )
     return salt
-
-
-def question_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What `explain` is asked."""
-    return {key: value for key, value in content.items() if key in ("prompt", "messages", "tools")}
 
 
 def read_ttl(value: object) -> float:

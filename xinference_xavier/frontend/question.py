@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from xinference_xavier.errors import shown
 from xinference_xavier.frontend.model_router import NO_TEXT
-from xinference_xavier.frontend.prefix import LORA
+from xinference_xavier.protocol.prefixes import LORA
 from xinference_xavier.routing.texts import PIECE, Text, text_of
 
 MAX_TEXT = 4 << 20

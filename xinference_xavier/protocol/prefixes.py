@@ -1,4 +1,5 @@
-"""What a tracker asks of replicas for named prefixes, and what they answer.
+"""Named prefixes between processes: what clients say of them, what a tracker asks of replicas for
+them, and what these answer.
 
 The engine knows the request that computes a prefix by its id. So the replica keeps exactly the
 chunks that the model makes of the text, whatever its chat template. The id of a request whose own
@@ -8,14 +9,41 @@ for with `prompt_cache_retention`.
 
 import math
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-MAX_PREFIXES = 10_000
-"""Most prefixes of a model."""
+MAX_PREFIXES = 1000
+"""Most prefixes of a model. Each second the keeper looks through all: so many, at 16 replicas each,
+take 16 ms of the tracker's loop."""
+QUESTION = ("prompt", "messages", "tools")
+"""The fields of a content that make its tokens."""
+Retention = Literal["soft", "hard"]
+Copies = Literal[1, "all"]
+DEFAULT_TTL = 3600.0
+LORA = "lora_name"
+"""The field of a request, and of a content, that names an adapter. Its rows are the adapter's."""
 _REQUEST = "xavier-prefix-"
 _REQUEST_ID = re.compile(re.escape(_REQUEST) + r"([0-9a-f]{16})(-\d+)?")
 _KEEPING = "xavier-keep-"
 _KEEPING_ID = re.compile(re.escape(_KEEPING) + r"(\d{1,5})-(\d{1,4})-", re.ASCII)
+
+
+class Terms(NamedTuple):
+    """How a prefix is kept: each use begins its lifetime of `ttl` seconds anew. Soft ones may be
+    evicted after everything else."""
+
+    ttl: float = DEFAULT_TTL
+    copies: Copies = 1
+    retention: Retention = "soft"
+
+
+class NewPrefix(NamedTuple):
+    """`tenant` is the `cache_salt` of its requests, or empty. `content` is JSON: a prompt, or
+    messages and perhaps tools; and perhaps an adapter's name."""
+
+    tenant: str
+    name: str
+    content: str
+    terms: Terms = Terms()
 
 
 class Keeping(NamedTuple):
@@ -28,25 +56,25 @@ class Keeping(NamedTuple):
 
 class KeptPrefix(NamedTuple):
     """A prefix at one replica: `held` of its `chunks` are in the pool. They are not evicted if it
-    is `firm`."""
+    is `firm`. Without chunks, the replica has not computed it."""
 
-    tokens: int
-    chunks: int
-    held: int
-    firm: bool
+    tokens: int = 0
+    chunks: int = 0
+    held: int = 0
+    firm: bool = False
 
 
 class Kept(NamedTuple):
-    """What one replica keeps. Of its `pool_chunks`, it may keep `budget_chunks` firmly."""
+    """What has changed of what one replica keeps. It keeps `firm_chunks` firmly, and may keep
+    `budget_chunks`."""
 
     prefixes: dict[str, KeptPrefix]
-    pool_chunks: int
     budget_chunks: int
     firm_chunks: int
 
 
 def request_id(prefix: str, number: int) -> str:
-    """The id of the `number`-th request that computes the prefix."""
+    """The id of a request that computes the prefix; each has another `number`."""
     return f"{_REQUEST}{prefix}-{number}"
 
 

@@ -19,7 +19,7 @@ from xinference_xavier.errors import shown
 from xinference_xavier.options import Routing
 from xinference_xavier.runtime.validate import check_json_size, first_reason
 
-PROTOCOL_VERSION = 7  # raised with every change of the messages
+PROTOCOL_VERSION = 8  # raised with every change of the messages
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
 MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON

@@ -1,12 +1,10 @@
 """The prefixes that a replica keeps in its pool, as the chunks that its engine made of them.
 
-Named ones are kept as long as a keeper wants them. Several keepers may: one API process takes the
-place of another. So a prefix stays for a minute after the last message that wanted it, and what
-one keeper does not know yet is not dropped for another. Marked prompts, which requests asked to
-keep, need no keeper: they expire.
+Named ones are kept until the tracker lets them go; a new tracker asks what it finds here. Marked
+prompts, which requests asked to keep, expire.
 
-Threading: on the replica's background loop. Bounded: the replica keeps only what trackers want, and
-of marked prompts no more than its pool holds.
+Threading: on the replica's background loop. Bounded: a tracker has so many names, and of marked
+prompts the replica keeps no more than its pool holds.
 """
 
 import math
@@ -22,9 +20,6 @@ from xinference_xavier.protocol.tracker import GROUP
 
 MAX_MARKS = 1000
 """Marked prompts. Those that were used last stay."""
-_SETTLING = 60.0
-"""Seconds for which a prefix stays that no keeper wants any more: a keeper is silent while its API
-process restarts, the tracker is replaced, or another replica does not answer."""
 
 
 class ComputedPrefix(NamedTuple):
@@ -65,59 +60,62 @@ class KeptPrefixes:
         self._take_marked = take_marked
         self._clock = clock
         self._budget = int(pool.slots * fraction)
-        self._wanted: dict[str, float] = {}  # when a keeper wanted it last
+        self._wanted: dict[str, bool] = {}  # and whether firmly
+        self._told: dict[str, KeptPrefix] = {}  # what the tracker knows
         self._prefixes: dict[str, ComputedPrefix] = {}
         self._firm: set[str] = set()  # names of them
         self._marks: list[_Mark] = []  # the one that was used last at the end
         self._uses: Counter[bytes] = Counter()
         self._firm_uses: Counter[bytes] = Counter()
 
-    def keep(self, wanted: Mapping[str, bool] | None) -> Kept:
-        """Keep these prefixes, firmly or not, and no others; return what is kept now. None changes
-        nothing."""
-        if wanted is not None:
-            self._change(wanted)
-        kept = {
-            name: KeptPrefix(
-                prefix.tokens,
-                len(prefix.keys),
-                sum(self._pool.lookup(key) is not None for key in prefix.keys),
-                name in self._firm,
-            )
-            for name, prefix in self._prefixes.items()
-        }
-        return Kept(kept, self._pool.slots, self._budget, len(self._firm_uses))
+    def keep(self, changes: Mapping[str, bool | None] | None) -> Kept:
+        """Keep these prefixes, firmly or not, or let them go (None); return what has changed since
+        the last call. A tracker that does not know what is kept gives no changes, and hears of
+        everything."""
+        if changes is None:
+            self._told = {}
+        else:
+            self._change(changes)
+        kept = {name: self._kept(name) for name in self._wanted}
+        news = {name: each for name, each in kept.items() if self._told.get(name) != each}
+        self._told = kept
+        return Kept(news, self._budget, len(self._firm_uses))
+
+    def _kept(self, name: str) -> KeptPrefix:
+        prefix = self._prefixes.get(name)
+        if prefix is None:
+            return KeptPrefix()
+        held = sum(self._pool.lookup(key) is not None for key in prefix.keys)
+        return KeptPrefix(prefix.tokens, len(prefix.keys), held, name in self._firm)
 
     def prompts(self) -> list[Sequence[bytes]]:
         """The keys of each named prefix."""
         return [prefix.keys for prefix in self._prefixes.values()]
 
     def collect(self) -> None:
-        """Call it now and then: keeps what was marked, and drops what nobody needs any more."""
+        """Call it now and then: keeps what was marked, and lets go what has expired."""
         now = self._clock()
         for keeping, keys in self._take_marked():
             self._mark(_leading(keys, keeping.share), now + keeping.seconds)
         for mark in [mark for mark in self._marks if mark.expires <= now]:
             self._unmark(mark)
-        for name in [name for name, at in self._wanted.items() if now - at > _SETTLING]:
-            del self._wanted[name]
-            if name in self._prefixes:
-                self._drop(name)
 
     # -- named prefixes ------------------------------------------------------------------------
 
-    def _change(self, wanted: Mapping[str, bool]) -> None:
-        self._wanted.update(dict.fromkeys(wanted, self._clock()))
-        self.collect()
+    def _change(self, changes: Mapping[str, bool | None]) -> None:
+        for name, firm in changes.items():
+            if firm is not None:
+                self._wanted[name] = firm
+                continue
+            self._wanted.pop(name, None)
+            if name in self._prefixes:
+                self._drop(name)
         for computed in self._take_computed():
             if computed.prefix in self._wanted:
                 self._add(computed)
-        # What is not wanted makes room at once for firm ones that are.
-        for name in self._prefixes:
-            if not wanted.get(name, False):
-                self._set_firm(name, False)
-        for name in self._prefixes:
-            self._set_firm(name, wanted.get(name, False))
+        # What is no longer firm makes room at once for what is.
+        for name in sorted(self._prefixes, key=self._wanted.__getitem__):
+            self._set_firm(name, self._wanted[name])
 
     def _add(self, computed: ComputedPrefix) -> None:
         name = computed.prefix

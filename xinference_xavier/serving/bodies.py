@@ -3,6 +3,7 @@
 Times are in seconds.
 """
 
+import json
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -16,19 +17,16 @@ from pydantic import (
     model_validator,
 )
 
-from xinference_xavier.frontend.prefix import (
+from xinference_xavier.frontend.prefix import MAX_NAME, check_name, check_tenant, read_ttl
+from xinference_xavier.options import Routing
+from xinference_xavier.protocol.prefixes import (
     DEFAULT_TTL,
     LORA,
-    MAX_NAME,
     Copies,
     NewPrefix,
     Retention,
     Terms,
-    check_name,
-    check_tenant,
-    read_ttl,
 )
-from xinference_xavier.options import Routing
 from xinference_xavier.protocol.tracker import (
     MAX_CHANGE_SECONDS,
     MAX_WEIGHTS_VERSION,
@@ -103,9 +101,9 @@ class PrefixTerms(Body):
     retention: Retention = "soft"
     """Whether its chunks are never evicted ("hard"), or after everything else ("soft")."""
 
-    def change(self, terms: Terms) -> Terms:
-        """`terms`, with what is given instead."""
-        return terms._replace(**self.model_dump(include={*Terms._fields}, exclude_unset=True))
+    @property
+    def given(self) -> dict[str, Any]:
+        return self.model_dump(include={*Terms._fields}, exclude_unset=True)
 
 
 class PrefixBody(Question, PrefixTerms):
@@ -120,5 +118,5 @@ class PrefixBody(Question, PrefixTerms):
 
     def prefix(self, tenant: str) -> NewPrefix:
         adapter = {} if self.lora_name is None else {LORA: self.lora_name}
-        content = {**self.question, **adapter}
-        return NewPrefix(self.name, tenant, content, self.change(Terms()))
+        content = json.dumps({**self.question, **adapter})
+        return NewPrefix(tenant, self.name, content, Terms(**self.given))

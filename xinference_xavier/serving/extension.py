@@ -47,7 +47,7 @@ class XavierExtension:
         from xinference_xavier.serving.api import add_cluster, add_routes
         from xinference_xavier.serving.gateway import TrackerGateway
         from xinference_xavier.serving.metrics import add_metrics
-        from xinference_xavier.serving.prefixes import Prefixes, Starting, add_prefix_routes
+        from xinference_xavier.serving.prefixes import Prefixes, add_prefix_routes
         from xinference_xavier.serving.routing import add_routing
         from xinference_xavier.serving.ui.routes import add_pages
 
@@ -55,11 +55,9 @@ class XavierExtension:
         if seam.missing():
             add_cluster(context, trackers)
             return
-        prefixes = Prefixes(trackers, seam.data_folder())
-        add_routing(context, trackers.routers, prefixes.content_of)
-        seam.add_middleware(context.app, Starting, prefixes=prefixes)
+        add_routing(context, trackers.routers, Prefixes(trackers).content_of)
         add_routes(context, trackers)
-        add_prefix_routes(context, prefixes)
+        add_prefix_routes(context, trackers)
         add_metrics(context, trackers)
         add_pages(context)
 

@@ -14,8 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
-from xinference_xavier.frontend.prefix import LORA
-from xinference_xavier.protocol.prefixes import Keeping, with_keeping
+from xinference_xavier.protocol.prefixes import LORA, Keeping, with_keeping
 from xinference_xavier.serving import seam
 
 

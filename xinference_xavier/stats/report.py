@@ -168,6 +168,7 @@ def report(status: Mapping[str, Any]) -> dict[str, Any]:
         "replicas": replicas,
         "totals": asdict(totals),
         "tracker": asdict(read(TrackerStats, status)),
+        **status.get("named", {}),  # only under xinference
     }
 
 

@@ -1,4 +1,5 @@
-"""The tracker of one model: the supervisor's side of sharing. Replicas refill a new one.
+"""The tracker of one model: the supervisor's side of sharing. Replicas refill a new one; named
+prefixes are in a file.
 
 Threading: everything runs on the event loop of the actor's pool, and calls interleave only where
 they await: in `watch`, in `observe` and in calls to replicas. What replicas report is checked as
@@ -9,16 +10,18 @@ replica that has to join first.
 """
 
 import asyncio
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import xoscar as xo
 
-from xinference_xavier.errors import ConfigError
+from xinference_xavier.errors import ConfigError, NamesError
 from xinference_xavier.events import (
     CacheFlushed,
     Hook,
@@ -36,7 +39,7 @@ from xinference_xavier.protocol.load import (
     check_load,
     check_requests,
 )
-from xinference_xavier.protocol.prefixes import Kept
+from xinference_xavier.protocol.prefixes import LORA, NewPrefix
 from xinference_xavier.protocol.tracker import (
     PROTOCOL_VERSION,
     JoinReply,
@@ -51,6 +54,7 @@ from xinference_xavier.protocol.tracker import (
 from xinference_xavier.runtime.net import patch_cancels
 from xinference_xavier.stats.report import History
 from xinference_xavier.tracker import fanout
+from xinference_xavier.tracker.keeper import Keeper
 from xinference_xavier.tracker.log import (
     EventLog,
     EventRecord,
@@ -58,11 +62,14 @@ from xinference_xavier.tracker.log import (
     StartupErrors,
     call_hook,
 )
+from xinference_xavier.tracker.names import Names
+from xinference_xavier.tracker.names_file import Prefix
 from xinference_xavier.tracker.namespaces import Namespaces, WatchLimit
 from xinference_xavier.tracker.observers import Observers
 
 logger = logging.getLogger(__name__)
 
+_SUPERVISOR_UID = "supervisor"
 _MAX_THREADS = 32
 """They start on demand. A child process that is restarted occupies three of them."""
 
@@ -80,8 +87,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     `lease` is how long a member lives without a heartbeat, `tick` how often leases are checked;
     both in seconds. A member publishes at most `max_keys` keys. `hooks` names the operator's
-    function as module:function; without it if that cannot be imported here. `clock` returns
-    monotonic seconds.
+    function as module:function; without it if that cannot be imported here. Named prefixes are in
+    the folder `home`; without xinference there are none. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         tick: float = 1.0,
         max_keys: int = 250_000,
         hooks: str | None = None,
+        home: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -104,6 +112,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._membership = Membership(model_uid)
         self._startup_errors = StartupErrors()
         self._observers = Observers(self._namespaces, self._membership.name_of, clock)
+        self._keeper = None if home is None else self._make_keeper(Names(home, model_uid, clock))
         self._watch_limit = WatchLimit()
         self._history = History()
         self._events = EventLog()
@@ -113,6 +122,17 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._last_tick = clock()
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _make_keeper(self, names: Names) -> Keeper:
+        return Keeper(
+            names,
+            self._namespaces,
+            self._observers.loads,
+            self._membership.name_of,
+            self._compute,
+            self._lease,
+            self._clock,
+        )
+
     async def __post_create__(self) -> None:
         patch_cancels()
         # xoscar serializes a message of more than a hundred parts on default threads of the loop.
@@ -121,6 +141,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         threads = ThreadPoolExecutor(_MAX_THREADS, "xavier-messages")
         asyncio.get_running_loop().set_default_executor(threads)
         self._tasks.append(asyncio.create_task(self._expire_forever()))
+        if self._keeper is not None:
+            self._tasks.append(asyncio.create_task(self._keeper.run()))
         if self._hook is not None:
             self._tasks.append(asyncio.create_task(call_hook(self._hook, self._events)))
 
@@ -128,6 +150,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._ended = True
         for task in self._tasks:
             task.cancel()
+        if self._keeper is not None:
+            self._keeper.close()
         self._namespaces.end()
         self._observers.end()
 
@@ -269,6 +293,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
                 self._membership.name_of,
                 self._observers.loads.draining,
             ),
+            **({} if self._keeper is None else {"named": self._keeper.status()}),
         }
 
     async def history(self) -> bytes:
@@ -332,14 +357,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """Locates the chunks of a packed question; see `fanout.explain`."""
         return await fanout.explain(self._namespaces, packed)
 
-    async def keep_prefixes(
-        self, wanted: Mapping[str, Mapping[str, bool]] | None
-    ) -> dict[str, Kept]:
-        """Tell replicas, by name, which prefixes to keep, and which of them firmly; see
-        `fanout.keep_prefixes`."""
-        members = self._namespaces.all_members()
-        return await fanout.keep_prefixes(members, self._membership.name_of, wanted)
-
     async def self_checks(self) -> dict[str, dict[str, Any]]:
         """The result of every replica's self-check, by incarnation."""
         return await fanout.self_check_all(self._namespaces.all_members())
@@ -396,6 +413,55 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """Return, once, why the engine of `replica` could not start; None if nothing was
         reported."""
         return self._startup_errors.pop(replica)
+
+    # Named prefixes, by tenant and name: see `Keeper`, whose errors these raise, too
+
+    async def add_prefix(self, new: NewPrefix) -> dict[str, Any]:
+        """Keep it, perhaps in place of another one; its report."""
+        return await self._named().add(new)
+
+    async def change_prefix(
+        self, tenant: str, name: str, terms: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Change those of its terms that are given; its report."""
+        return await self._named().change(tenant, name, terms)
+
+    async def remove_prefix(self, tenant: str, name: str) -> None:
+        """Forget it, in the file, too."""
+        await self._named().names.remove(tenant, name)
+
+    async def use_prefix(self, tenant: str, name: str, known: str) -> tuple[str, str | None]:
+        """Begin its lifetime anew; its id, and the content, unless that of id `known`."""
+        prefix = self._named().names.use(tenant, name)
+        return prefix.id, None if prefix.id == known else prefix.content
+
+    async def prefix(self, tenant: str, name: str) -> dict[str, Any]:
+        """Its report."""
+        return self._named().report(tenant, name)
+
+    async def prefixes(self, tenant: str) -> bytes:
+        """Reports of all that the tenant has, as JSON."""
+        return json.dumps(self._named().reports(tenant)).encode()
+
+    def _named(self) -> Keeper:
+        self._check_alive()
+        if self._keeper is None:
+            raise NamesError("prefixes have names only under xinference")
+        return self._keeper
+
+    async def _compute(self, replica: str, prefix: Prefix, request_id: str) -> None:
+        """Have the replica's model compute the prefix, as a client would."""
+        supervisor = await xo.actor_ref(address=self.address, uid=_SUPERVISOR_UID)
+        model = await supervisor.get_model(replica, xavier_replica=True)
+        content = json.loads(prefix.content)
+        config: dict[str, Any] = {"max_tokens": 1}
+        if prefix.tenant:
+            config["cache_salt"] = prefix.tenant
+        config |= {key: content[key] for key in ("tools", LORA) if key in content}
+        if "prompt" in content:
+            await model.generate(content["prompt"], config, request_id=request_id)
+        else:
+            await model.chat(content["messages"], config, request_id=request_id)
 
     # Expiry
 

@@ -68,22 +68,10 @@ async def self_check_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]
     }
 
 
-async def keep_prefixes(
-    members: Sequence[Member],
-    name_of: Callable[[str], str],
-    wanted: Mapping[str, Mapping[str, bool]] | None,
-) -> dict[str, Kept]:
-    """Tell the replicas which prefixes to keep; what each keeps, by name. None changes nothing.
-    Replicas that do not answer are left out."""
-    names = [name_of(member.incarnation) for member in members]
-    calls = (
-        _call(member, "keep", KEEP_DEADLINE, None if wanted is None else wanted.get(name, {}))
-        for member, name in zip(members, names, strict=True)
-    )
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    return {
-        name: answer for name, answer in zip(names, answers, strict=True) if type(answer) is Kept
-    }
+async def keep(member: Member, changes: Mapping[str, bool | None] | None) -> Kept:
+    """See `KeptPrefixes.keep`. Raises what the replica raises, TimeoutError."""
+    kept: Kept = await _call(member, "keep", KEEP_DEADLINE, changes)
+    return kept
 
 
 async def drain(members: Sequence[Member], stay: Sequence[str], seconds: float) -> Drain:

@@ -62,6 +62,11 @@ class Loads:
             self._latest[incarnation] = reported._replace(version=self.version)
         return changed
 
+    def latest(self, incarnation: str) -> Load | None:
+        """Its latest load; None before its first report."""
+        reported = self._latest.get(incarnation)
+        return None if reported is None else reported.load
+
     @property
     def routing(self) -> str:
         """The mode with which the replicas were launched; empty before their first report."""
@@ -69,8 +74,8 @@ class Loads:
 
     def drain_s(self, incarnation: str) -> float:
         """How long it may drain; 0 before its first report."""
-        reported = self._latest.get(incarnation)
-        return 0.0 if reported is None else reported.load.serving.drain
+        load = self.latest(incarnation)
+        return 0.0 if load is None else load.serving.drain
 
     def forget(self, incarnation: str) -> None:
         self.draining.pop(incarnation, None)

@@ -1,5 +1,6 @@
 """A supervisor in a real actor pool."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,13 @@ import xoscar as xo
 
 from tests.serving.launch.launching import AskedTracker, supervisor_class
 from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.serving import seam
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """xinference's, where trackers have names."""
+    monkeypatch.setattr(seam, "data_folder", lambda: tmp_path)
 
 
 @pytest.fixture

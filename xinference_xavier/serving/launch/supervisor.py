@@ -49,6 +49,10 @@ from xinference_xavier.tracker.actor import BlockTracker
 logger = logging.getLogger(__name__)
 
 
+FOLDER = "xavier"
+"""Ours in xinference's data folder."""
+
+
 def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     """Raises ConfigError for a launch that cannot share; warns of a single replica."""
     model_uid = arguments["model_uid"]
@@ -290,7 +294,14 @@ def _request_limit(arguments: Mapping[str, Any]) -> int | None:
 async def _ensure_tracker(address: str, model_uid: str, hooks: str | None) -> Any:
     uid = tracker_uid(model_uid)
     try:
-        return await xo.create_actor(BlockTracker, model_uid, hooks=hooks, address=address, uid=uid)
+        return await xo.create_actor(
+            BlockTracker,
+            model_uid,
+            hooks=hooks,
+            home=seam.data_folder() / FOLDER,
+            address=address,
+            uid=uid,
+        )
     except xo.ActorAlreadyExist:
         return await xo.actor_ref(address=address, uid=uid)
 
