@@ -162,7 +162,7 @@ class _Peers(Elsewhere):
         engine = self._engine
         count, peers, others = 0, 0, ~self._bits[name] if self._shares else 0
         for key in keys:
-            others &= self._mirror.usable_set(key)
+            others &= self._mirror.full_set(key)
             if not others:
                 break
             count, peers = count + 1, others
@@ -194,7 +194,7 @@ class _Peers(Elsewhere):
 
     def is_redundant(self, row: Row) -> bool:
         donor = row.replicated_from
-        return donor is not None and bool(self._mirror.usable_set(row.key) & self._bits[donor])
+        return donor is not None and bool(self._mirror.full_set(row.key) & self._bits[donor])
 
     def used(self, name: str, keys: Sequence[bytes]) -> None:
         if not self._engine.disk:

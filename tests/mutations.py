@@ -252,7 +252,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/fetcher.py",
-        "        if not self._canary.trusts(fetch.source):\n"
+        "        if peer.name not in self._mirror.trusted:\n"
         '            raise GrantRefusedError("not compared")\n',
         "",
         "rows are fetched from a peer with which nothing was compared",
@@ -267,31 +267,46 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/canary.py",
-        "        if self._own_sketch(key) != own:  # a reset came in between\n            return\n",
+        "        if report.packed != pack_canaries(self._sketches):  # a reset came in between\n"
+        "            return\n",
         "",
-        "a peer is trusted because of what was computed before a reset",
+        "a replica is trusted because of what it computed before a reset",
         ("tests/replica/test_canary.py",),
     ),
     Mutation(
         "replica/canary.py",
-        "        if namespace != self._namespace.current or peer",
-        "        if peer",
-        "a peer of another namespace becomes trusted",
+        "        self._sketches.clear()\n",
+        "",
+        "after new weights, the tracker compares what the old ones computed",
         ("tests/replica/test_canary.py",),
     ),
     Mutation(
-        "replica/canary.py",
-        "        self._compared.clear()\n",
-        "",
-        "after new weights, replicas do not compare themselves deep in a prompt again",
+        "mirror.py",
+        "        self.is_compared = False\n",
+        "        self.is_compared = getattr(self, 'is_compared', False)\n",
+        "in another namespace, a replica trusts others before it is compared there",
         ("tests/replica/test_canary.py",),
     ),
     Mutation(
-        "replica/canary.py",
-        "        self._set_trusted(self._trusted & members)\n",
-        "",
-        "a peer that left, and came back with other weights, is trusted at once",
+        "mirror.py",
+        "known = peer is not None and peer.address is not None and not peer.distrusted",
+        "known = True",
+        "a peer that missed a reset gets what other weights compute",
         ("tests/replica/test_canary.py",),
+    ),
+    Mutation(
+        "tracker/judge.py",
+        "            first = self._firsts.get(name) or _First(incarnation, sketch)\n",
+        "            first = _First(incarnation, sketch)\n",
+        "what replicas are compared with drifts from one to the next",
+        ("tests/tracker/test_judge.py",),
+    ),
+    Mutation(
+        "tracker/index.py",
+        "            tuple(self.differing.values()),\n",
+        "            (),\n",
+        "rows of a replica that computes others stay in use after it has left",
+        ("tests/tracker/test_judge.py",),
     ),
     Mutation(
         "replica/disk.py",

@@ -22,10 +22,10 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.harness.comparisons import compared_mirror, report
 from tests.protocol.test_load import LOAD, PROMPT, SERVING
 from xinference_xavier.config import XavierConfig, take_launch_options
 from xinference_xavier.errors import ConfigError, RegionError
-from xinference_xavier.mirror import Mirror
 from xinference_xavier.options import PARSERS
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import Region
@@ -108,11 +108,12 @@ def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
 
     async def call() -> None:
         for name in ("a", "b"):
-            await tracker.join("ns", Member(name, "h:1"), 4, Settings())
+            joining = tracker.join("ns", Member(name, "h:1"), 4, Settings(), report=report(short=1))
+            await joining
         with suppress(ValueError):
             await getattr(tracker, method)(*arguments)
         await tracker.publish("ns", "b", 1, b"key1", b"")
-        mirror = Mirror("a")
+        mirror = compared_mirror("a")
         mirror.apply(await tracker.watch("ns", "a", "", 0, 0.0))
         assert "b" in mirror.holders(b"key1")
         json.loads(await tracker.history())

@@ -177,6 +177,7 @@ class NotSharing(StrEnum):
     """Reasons why a replica cannot fetch; the first that applies is reported."""
 
     NO_PREFIX_CACHING = "prefix caching is off"
+    CANNOT_COMPARE = "cannot compare"
     SWITCHED_OFF = "switched off"
     NOT_JOINED = "not joined"
     RESETTING = "resetting"

@@ -24,8 +24,10 @@ from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
     SHORT_KEY,
     Change,
+    Comparison,
     Member,
     Update,
+    Verdict,
     check_update,
 )
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -48,14 +50,12 @@ _Shards = list[dict[bytes, int]]
 class Mirror:
     """What the replicas other than `incarnation` hold, as of `revision` of `epoch`.
 
-    `enabled` is the operator's switch. Unless new peers are `trusted`, nothing is fetched from them
-    before that.
+    `enabled` is the operator's switch. Nothing can be fetched unless this replica `is_compared`.
+    `differing` are the replicas that were found to compute something else, with how.
     """
 
-    def __init__(
-        self, incarnation: str, *, trusted: bool = True, max_keys: int = 2_000_000
-    ) -> None:
-        self.peers = Peers(incarnation, trusted=trusted)
+    def __init__(self, incarnation: str, *, max_keys: int = 2_000_000) -> None:
+        self.peers = Peers(incarnation)
         self.enabled = True
         self.settings = INITIAL_SETTINGS
         self._log = RateLimitedLog(logger)
@@ -94,9 +94,26 @@ class Mirror:
         """`usable_set` by name, for people."""
         return tuple(sorted(self.peers.names(self.usable_set(key))))
 
+    def may_fetch(self, name: str) -> bool:
+        """True if this peer can fetch from this replica. It knows its own verdict, which may be
+        news to us, but not that we were reset, and left, while it stood still."""
+        peer = self.peers.get(name)
+        known = peer is not None and peer.address is not None and not peer.distrusted
+        return self.is_compared and known
+
     def is_usable(self, peer: str) -> bool:
         """True if chunks can be fetched from `peer`, provided that it holds any."""
         return bool(self._usable & self.peers.set_of((peer,)))
+
+    def differs(self, name: str) -> bool:
+        """True if this peer is known to compute other rows than this replica."""
+        peer = self.peers.get(name)
+        return name in self.differing or (peer is not None and peer.distrusted)
+
+    @property
+    def trusted(self) -> frozenset[str]:
+        """The peers that compute what this replica computes."""
+        return frozenset(each.name for each in [*self.peers.values()] if self._trusts(each))
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -108,13 +125,19 @@ class Mirror:
         self._size = 0
         self._usable = 0  # the set of peers that can be fetched from
         self._shared: dict[int, int] = {}
-        self._roster: dict[str, Member] = {}  # with this replica, in the order of joining
-        self.eldest = ""  # the incarnation of the member that joined first
+        self._roster: dict[str, Member] = {}  # with this replica
+        self.is_compared = False
+        self.differing: dict[str, Comparison] = {}  # by incarnation
 
-    def trust(self, peers: frozenset[str]) -> None:
-        """Only these peers can be fetched from."""
-        for peer in self.peers.values():
-            peer.trusted = peer.name in peers
+    def set_compared(self, compared: bool) -> None:
+        """Whether this replica computes what others of its namespace compute."""
+        self.is_compared = compared
+        self._set_usable()
+
+    def distrust(self, name: str) -> None:
+        """Nothing can be fetched from this peer, whatever the tracker says."""
+        if (peer := self.peers.get(name)) is not None:
+            peer.distrusted = True
         self._set_usable()
 
     def apply(self, update: Update) -> None:
@@ -139,6 +162,11 @@ class Mirror:
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
+        self.differing = {
+            each.incarnation: each.comparison
+            for each in update.differing
+            if each.incarnation != self._incarnation
+        }
         if update.snapshot or update.members or update.left:
             self._apply_members(update)
         self._set_usable()
@@ -174,7 +202,6 @@ class Mirror:
             self._roster.pop(incarnation, None)
         self._roster |= {member.incarnation: member for member in update.members}
         self.peers.follow(self._roster.values(), update.epoch)
-        self.eldest = next(iter(self._roster), "")
 
     def record_stale(self, key: bytes, name: str, sequence: int) -> None:
         """Remove an entry: this peer does not hold `key`, and had published up to `sequence`.
@@ -205,8 +232,11 @@ class Mirror:
         return self._size > self._max_keys // 2
 
     def _set_usable(self) -> None:
-        fetchable = (each.bit for each in self.peers.values() if each.serves and each.trusted)
+        fetchable = (each.bit for each in self.peers.values() if each.serves and self._trusts(each))
         self._usable = sum(fetchable) if self.enabled else 0
+
+    def _trusts(self, peer: Peer) -> bool:
+        return self.is_compared and peer.verdict is Verdict.COMPARED and not peer.distrusted
 
     def _apply(self, shards: _Shards, peer: Peer, change: Change, key_bytes: int) -> Iterator[int]:
         peer.is_listed = True

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.protocol.tracker import Member, Verdict
 from xinference_xavier.protocol.transfer import Endpoint
 from xinference_xavier.runtime.backoff import Outage
 from xinference_xavier.runtime.linear_fit import LinearFit
@@ -121,7 +121,8 @@ class Peer(Source):
 
     address: str | None = None
     serves: bool = False
-    trusted: bool = True  # to compute as we do
+    verdict: Verdict = Verdict.WAITING  # the tracker's, on what it computes
+    distrusted: bool = False  # an audit found that it computes other rows
     epoch: str = ""  # of the index that named it last
     is_listed: bool = False  # the mirror may have chunks of it
     published: int = 0
@@ -136,16 +137,14 @@ class Peer(Source):
 class Peers(dict[str, Peer]):
     """The other members, by incarnation, and those that a new tracker does not know yet.
 
-    New ones are `trusted` unless engines are compared first. `version` changes whenever a number is
-    given or freed.
+    `version` changes whenever a number is given or freed.
     """
 
-    def __init__(self, own: str, *, trusted: bool = True) -> None:
+    def __init__(self, own: str) -> None:
         super().__init__()
         self.own = own
         self.disk = Source(DISK, DISK_BIT)
         self.version = 0
-        self._trusted = trusted
         self.clear()
 
     # -- reading ------------------------------------------------------------------------------
@@ -158,6 +157,13 @@ class Peers(dict[str, Peer]):
     def serving(self) -> frozenset[str]:
         """Those that can be fetched from now. Others may hold chunks, too."""
         return frozenset(peer.name for peer in [*self.values()] if peer.serves)
+
+    @property
+    def unlike(self) -> frozenset[str]:
+        """Those with which this replica will not share, as far as is known."""
+        undecided = (Verdict.WAITING, Verdict.COMPARED)
+        found = (each for each in self.values() if each.distrusted or each.verdict not in undecided)
+        return frozenset(each.name for each in found)
 
     def address(self, name: str) -> str | None:
         """The address of a peer's actor; None if it is not a member."""
@@ -226,10 +232,11 @@ class Peers(dict[str, Peer]):
             if peer.address != member.address:
                 peer.actor = None
             peer.address, peer.serves, peer.epoch = member.address, member.serves, epoch
+            peer.verdict = member.comparison.verdict
 
     def _new(self, name: str) -> Peer:
         number = self._free.popleft() if self._free else len(self._by_number)
-        peer = self[name] = Peer(name, 1 << number, trusted=self._trusted)
+        peer = self[name] = Peer(name, 1 << number)
         self._by_number[number : number + 1] = [peer]
         self.version += 1
         return peer

@@ -33,17 +33,16 @@ from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.runtime import aio
 
-CANARY = b"canary"
+CANARY = "canary"
 
 
 class View(StillEngine):
-    """What the replica asks of `scheduler`, which takes part in comparisons only through canaries
-    and says of its load only how long it may `drain`, in seconds."""
+    """What the replica asks of `scheduler`, which says of its load only how long it may `drain`, in
+    seconds."""
 
-    def __init__(self, scheduler: Scheduler, comparable: bool, drain: float) -> None:
+    def __init__(self, scheduler: Scheduler, drain: float) -> None:
         super().__init__()
         self.chunker = chunked
-        self.sketch = (lambda key: None) if comparable else None
         self.stats = scheduler.manager.stats
         self.work_on_probes = scheduler.manager.probes.work
         self.take_finished = partial(take_all, scheduler.manager.finished)
@@ -57,6 +56,7 @@ class Inside:
 
     def __init__(self, settings: Settings) -> None:
         self._folder = settings.folder
+        self._mutation = settings.mutation
         config = XavierConfig(**settings.config)
         self.region = Region.create(settings.rows, ROW_BYTES)
         self.pool = make_pool(settings.rows, settings.mutation)
@@ -81,7 +81,7 @@ class Inside:
         self._differing = 0  # peers that computed differently
         self.replica = Replica(
             config,
-            engine=View(self.scheduler, settings.mutation is not Mutation.CANARY, config.drain),
+            engine=View(self.scheduler, config.drain),
             tier=tier,
             incarnation=settings.incarnation,
             namespace="namespace",
@@ -162,12 +162,13 @@ class Inside:
 
     def _show(self, weights: str) -> None:
         """Show the canary that xinference's worker has an engine compute after a start or reset."""
-        samples = row_content(CANARY, weights)[:32].astype(float).tolist()
+        computed = "" if self._mutation is Mutation.CANARY else weights
+        samples = row_content(CANARY.encode(), computed)[:32].astype(float).tolist()
 
         async def show() -> None:
             sketch = {"layer": ("float32", samples)}
-            self.replica.canary.probed(CANARY, sketch)
-            self._disk.probed(CANARY, sketch)
+            self.replica.canary.computed(CANARY, sketch)
+            self._disk.probed(CANARY.encode(), sketch)
 
         self._in_background(show)
 

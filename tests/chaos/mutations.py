@@ -19,7 +19,7 @@ class Mutation(StrEnum):
     PIN = "pin"
     """Rows may be evicted while they are read."""
     CANARY = "canary"
-    """Replicas share without a comparison."""
+    """The canaries of all weights look alike."""
     SEQUENCE = "sequence"
     """The tracker treats any publication as the next one."""
     FIRM = "firm"

@@ -41,6 +41,9 @@ def replica(name: str, namespace: str = "n", **more: Any) -> dict[str, Any]:
     return raw | FIGURES | more
 
 
+CANNOT = {"verdict": "cannot compare", "verdict_reason": "its model generates nothing"}
+
+
 def model(
     *replicas: dict[str, Any],
     enabled: bool = True,
@@ -111,8 +114,9 @@ def test_before_the_first_request_there_is_no_share() -> None:
         (model(replica("a"), replica("b"), seconds_saved=12.34), "saved about 12.3 s"),
         (model(replica("a"), replica("b"), enabled=False), "sharing off"),
         (model(replica("a"), replica("b"), tracker={"dropped": 1234}), "no room to list 1,234"),
+        (model(replica("a", **CANNOT), replica("b")), "a shares nothing, as its engine cannot"),
     ],
-    ids=["none", "one", "apart", "saved", "off", "full"],
+    ids=["none", "one", "apart", "saved", "off", "full", "cannot compare"],
 )
 def test_remarks_below_the_figures(status: ModelStatus, remark: str) -> None:
     assert remark in shown(model_table(status))

@@ -87,6 +87,19 @@ def test_nothing_in_healthy_replicas() -> None:
             True,
         ),
         (
+            {"verdict": "cannot compare", "verdict_reason": "its model generates nothing"},
+            "replica m-0",
+            "shares nothing, as its engine cannot compute a text to compare: "
+            "its model generates nothing",
+            True,
+        ),
+        (
+            {"verdict": "not compared yet", "comparison": {"lost_probes": 2}},
+            "replica m-0",
+            "shares nothing yet, as its engine did not compute a text to compare in time, 2 times",
+            True,
+        ),
+        (
             {"tracker": {"dropped": 9}},
             "model m",
             "its tracker has no room to list 9 chunks for peers to fetch",

@@ -4,7 +4,7 @@ import pytest
 
 from examples.local_cluster import LocalCluster
 from tests.e2e.conftest import launched, wait_for_engine
-from xinference_xavier.engine.probes import AUDIT_SHARE
+from xinference_xavier.engine.audits import AUDIT_SHARE
 
 pytestmark = pytest.mark.long
 

@@ -22,17 +22,18 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from tests.harness.comparisons import compared, compared_mirror
+from xinference_xavier.engine.audits import CanAudit
 from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.probes import CanAudit, OwnRequests, Probes
+from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.workload import Step
-from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Claim, Fetch, FetchState
 from xinference_xavier.protocol.load import Serving
-from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.protocol.tracker import Change, Settings, Update, pack
 from xinference_xavier.replica.peer_tier import PeerTier
 
 CHUNK = 128
@@ -72,7 +73,7 @@ class ScriptedTier(PeerTier):
 
     def __init__(self, pool: Pool, name: str) -> None:
         disk: Any = SimpleNamespace(index={})
-        super().__init__(pool, Mirror(name), disk)
+        super().__init__(pool, compared_mirror(name), disk)
         self.host_disk = disk
         self.is_ready = True
         self.listening = True
@@ -135,7 +136,7 @@ class ScriptedTier(PeerTier):
                 snapshot=True,
                 settings=Settings(),
                 key_bytes=KEY_BYTES,
-                members=tuple(Member(name, "127.0.0.1:1") for name in holdings),
+                members=tuple(map(compared, holdings)),
                 changes=tuple(
                     Change(name, self.mirror.revision + 1, pack(keys), b"", True)
                     for name, keys in holdings.items()
@@ -202,7 +203,7 @@ def without_requests(
     """Probes that are never computed. Nothing is sampled."""
     return Probes(
         can_audit,
-        OwnRequests(None),
+        OwnRequests(None, "a test"),
         Mock(),
         pool,
         chunk_tokens=chunk_tokens,

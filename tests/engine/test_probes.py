@@ -23,17 +23,12 @@ from tests.engine.scheduling import (
     chunks,
 )
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine
-from xinference_xavier.engine.probes import (
-    AUDIT_INTERVAL,
-    AUDIT_SHARE,
-    DEEP,
-    OwnRequests,
-    Probe,
-    Probes,
-)
+from xinference_xavier.engine.audits import AUDIT_INTERVAL, AUDIT_SHARE
+from xinference_xavier.engine.probes import DEEP, OwnRequests, Probe, Probes
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.protocol.sketches import Difference, Sketch
 from xinference_xavier.protocol.tracker import GROUP
-from xinference_xavier.replica.canary import ProbeResult, Sketch
+from xinference_xavier.replica.canary import Audited, Computed, Lost, ProbeResult
 
 VOCABULARY = 999
 LONG = (DEEP // CHUNK + 1) * CHUNK
@@ -89,8 +84,9 @@ class Scene:
             vocabulary=VOCABULARY,
             audits=audits,
             clock=self.clock,
-            choose=lambda ends: ends[self.depth],
         )
+        if self.probes.audits is not None:
+            self.probes.audits._choose = lambda ends: ends[self.depth]
 
     def next(self) -> Probe:
         """The one that the engine asks for now."""
@@ -138,15 +134,17 @@ class Scene:
     def audits_next(self, *, deep: bool) -> Scene:
         """A prompt of any length, the first chunk alone or a deep one, too."""
         self.after_canaries()
-        self.probes._max_tokens = 100_000  # without a long canary
-        self.probes._deep = deep
+        assert self.probes.audits is not None
+        self.probes.audits._max_tokens = 100_000  # without a long canary
+        self.probes.audits._deep = deep
         return self
 
 
 def probing(scene: Scene) -> Scheduling:
     """An engine that computes the scene's probes."""
     vllm = Scheduling()
-    scene.pool = scene.probes._pool = vllm.pool
+    assert scene.probes.audits is not None
+    scene.pool = scene.probes._pool = scene.probes.audits._pool = vllm.pool
     vllm.manager.probes = scene.probes
     return vllm
 
@@ -167,7 +165,7 @@ class TestCanary:
         assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
         (result,) = scene.compute(probe)
-        assert (result.key, result.sketch) == (b"canary/128", scene.samples.sample([1]))
+        assert result == Computed("canary/128", scene.samples.sample([1]))
         assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
         assert_unused(scene.pool)
@@ -186,7 +184,8 @@ class TestCanary:
         (result,) = scene.compute(scene.next())
         tokens, _ = scene.queued.asked[1]
         assert len(tokens) == LONG + 1
-        assert result.key == f"canary/{LONG}".encode()
+        assert isinstance(result, Computed)
+        assert result.name == f"canary/{LONG}"
 
     def test_the_long_one_is_as_long_as_the_engine_allows(self) -> None:
         scene = Scene(max_tokens=5 * CHUNK)
@@ -200,7 +199,7 @@ class TestLost:
         scene.next()
         scene.clock.now += 600
         (result,) = scene.probes.work()
-        assert result.lost
+        assert result == Lost()
         assert scene.queued.aborted == ["probe 1"]
         scene.clock.now += 10
         scene.next()
@@ -209,8 +208,7 @@ class TestLost:
         scene = Scene()
         scene.probes.ended(scene.next())
         scene.clock.now += 10
-        (result,) = scene.probes.work()
-        assert result.lost
+        assert scene.probes.work() == [Lost()]
 
     def test_rows_that_come_too_late_are_freed_and_not_compared(self) -> None:
         scene = Scene()
@@ -244,7 +242,7 @@ class TestAudit:
         assert len(tokens) == 5 * CHUNK + 1
         assert probe.ends == {CHUNK, 5 * CHUNK}
         (result,) = scene.compute(probe)
-        assert (result.key, result.donor, result.difference) == (None, "peer", None)
+        assert result == Audited("peer", None)
         assert_unused(scene.pool)
 
     def test_a_difference_that_begins_deep_is_found(self, scene: Scene) -> None:
@@ -252,8 +250,7 @@ class TestAudit:
         probe = scene.next()
         assert scene.compute(probe, CHUNK) == [], "the first chunk is equal"
         scene.samples.value = 2.0
-        (result,) = scene.compute(probe, 5 * CHUNK)
-        assert result.difference == ("layer", 0.5)
+        assert scene.compute(probe, 5 * CHUNK) == [Audited("peer", Difference("layer", 0.5))]
 
     @pytest.mark.parametrize("origin", ["peer", None])
     def test_a_difference_names_where_the_rows_came_from(
@@ -262,9 +259,7 @@ class TestAudit:
         scene.load(CHUNK, origin=origin)
         probe = scene.next()
         scene.samples.value = 2.0
-        (result,) = scene.compute(probe)
-        assert result.donor == origin
-        assert result.difference == ("layer", 0.5)
+        assert scene.compute(probe) == [Audited(origin, Difference("layer", 0.5))]
 
     def test_the_scheduler_thread_samples_nothing(self, scene: Scene) -> None:
         before = scene.samples.sampled
@@ -362,7 +357,8 @@ class TestReset:
         scene.after_canaries()
         scene.load(CHUNK)
         if sampled:
-            scene.probes._sample_loaded()
+            assert scene.probes.audits is not None
+            scene.probes.audits.sample()
         vllm.manager.reset_cache()
         scene.compute(scene.next())
         asked = len(scene.queued.asked)
@@ -389,7 +385,8 @@ class TestRequest:
         vllm.stored(request, vllm.begin_store(request, keys))
         vllm.finish(request)
         results = scene.probes.work()
-        assert [each.key for each in results] == ([] if overtaken else [b"canary/128"])
+        expected = Computed("canary/128", scene.samples.sample([1]))
+        assert results == ([] if overtaken else [expected])
         assert vllm.tier.fetches == []
         assert vllm.tier.stored_rows == []
         assert vllm.pool.lookup(keys[0]) is None
@@ -461,14 +458,14 @@ class TestEngine:
         core = Core(engine)
         probes = engine.own.manager.probes
         probes._requests = OwnRequests(core)
-        found: list[bytes | None] = []
+        found: list[str] = []
         for _ in range(4):
-            found += [result.key for result in probes.work()]
+            found += [each.name for each in probes.work() if isinstance(each, Computed)]
             for request, _ in core.take():
                 engine.scheduler.add_request(request)
             engine.run()
         # Half of the KV cache is seven blocks.
-        assert found == [b"canary/64", b"canary/192"]
+        assert found == ["canary/64", "canary/192"]
         assert_nothing_left(engine.own)
 
     def test_it_takes_none_before_it_is_made_or_while_it_is_paused(self, engine: Engine) -> None:
@@ -480,7 +477,7 @@ class TestEngine:
         core.scheduler = SimpleNamespace(pause_state=SimpleNamespace(name="PAUSED_NEW"))  # type: ignore[assignment]
         assert requests.ask([1], "salt") is None
         assert core.input_queue.empty()
-        assert OwnRequests(None).ask([1], "salt") is None
+        assert OwnRequests(None, "no queue").ask([1], "salt") is None
 
     def test_clients_hear_nothing_of_it(self) -> None:
         """The API process gets the output, of a request that it does not know."""

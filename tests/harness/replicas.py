@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xoscar
 
 from examples.processes import until
+from tests.harness.comparisons import sketch
 from tests.harness.remote import PATIENCE, Remote, obey, serve_actors
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
@@ -31,7 +32,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.replica.canary import ProbeResult, Sketch
+from xinference_xavier.replica.canary import Computed, ProbeResult
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.inspect import Chunked
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -110,7 +111,7 @@ class StillEngine(Engine):
         self.finished: list[Sequence[bytes]] = []
         super().__init__(
             chunk_numbers,
-            sketch=None,
+            cannot_compare="",
             stats=lambda: self.counted,
             load=lambda: self.reported,
             work_on_probes=lambda: _taken(self.results),
@@ -132,9 +133,8 @@ class _Inside:
     def __init__(self, name: str, rows: int, row_bytes: int, namespace: str, options: Any) -> None:
         fingerprint_fields = options.pop("fingerprint_fields", None)
         self.engine = StillEngine()
-        self.factor = options.pop("factor", None)
-        if self.factor is not None:
-            self.engine.sketch = self.sketch
+        factor = options.pop("factor", 1.0)
+        self.engine.cannot_compare = options.pop("cannot_compare", "")
         self.lines = _Lines()
         logging.getLogger("xinference_xavier").addHandler(self.lines)
         logging.getLogger("xinference_xavier").setLevel(logging.INFO)
@@ -143,7 +143,7 @@ class _Inside:
         self.replica = Replica(
             XavierConfig(**options),
             engine=self.engine,
-            tier=PeerTier(self.pool, Mirror(name, trusted=self.factor is None), NoDisk()),
+            tier=PeerTier(self.pool, Mirror(name), NoDisk()),
             incarnation=name,
             namespace=namespace,
             key_bytes=KEY_BYTES,
@@ -152,18 +152,9 @@ class _Inside:
         )
         self.fetching: Fetch | None = None
         self.began = 0.0
+        if factor is not None and not self.engine.cannot_compare:
+            self.replica.canary.computed("short", sketch(factor))
         self.replica.start()
-
-    def sketch(self, key: bytes) -> Sketch | None:
-        """Two layers. The numbers of the second one are multiplied by `factor`."""
-        row = self.pool.lookup(key)
-        if row is None or row.origin is not None:
-            return None
-        numbers = content(key)[:32].astype(float)
-        return {
-            "layer 0": ("float32", numbers.tolist()),
-            "layer 1": ("float32", (numbers * self.factor).tolist()),
-        }
 
     def store(self, keys: Sequence[bytes]) -> int:
         rows, evicted = self.pool.reserve(keys)
@@ -255,10 +246,9 @@ class _Inside:
     def stats(self) -> dict[str, Any]:
         return self.replica.stats()
 
-    def probed(self, name: bytes, factor: float) -> None:
+    def computed(self, name: str, factor: float) -> None:
         """Do what happens when the engine has computed the canary `name`."""
-        sketch = {"layer": ("float32", [factor] * 32)}
-        self.engine.results.append(ProbeResult(name, sketch))
+        self.engine.results.append(Computed(name, sketch(factor)))
 
     def count(self, engine_stats: dict[str, Any]) -> None:
         """Set the engine's counts."""
@@ -354,7 +344,11 @@ async def _create_tracker(pool: Any, options: dict[str, Any]) -> Any:
 
 
 class ReplicaProcess(Remote):
-    """A process with a replica; all other attributes are commands, the methods of `_Inside`."""
+    """A process with a replica; all other attributes are commands, the methods of `_Inside`.
+
+    Its engine has computed a canary from the start, all the same; with a `factor` another one, with
+    None not yet.
+    """
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.comparisons import compared, compared_mirror
 from tests.logged import messages
 from xinference_xavier import mirror as module
 from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror
@@ -14,7 +15,7 @@ from xinference_xavier.protocol.tracker import Change, Member, Settings, Update,
 
 KEY = b"key1"
 OTHER = b"key2"
-MEMBERS = (Member("own", "h:0"), Member("a", "h:1"), Member("b", "h:2"))
+MEMBERS = (compared("own", "h:0"), compared("a", "h:1"), compared("b", "h:2"))
 
 
 def update(*changes: Change, revision: int = 1, **fields: object) -> Update:
@@ -36,7 +37,7 @@ def replaces(incarnation: str, sequence: int, *keys: bytes) -> Change:
 
 @pytest.fixture
 def mirror() -> Mirror:
-    return Mirror("own")
+    return compared_mirror("own")
 
 
 def test_holders_are_the_others(mirror: Mirror) -> None:
@@ -59,15 +60,17 @@ def test_a_run_ends_where_no_peer_has_all_of_it(mirror: Mirror) -> None:
     assert mirror.usable_run([], -1) == (0, -1)
 
 
-def test_only_trusted_peers_can_be_fetched_from() -> None:
-    mirror = Mirror("own", trusted=False)
+def test_only_trusted_peers_can_be_fetched_from(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY), adds("b", 1, KEY)))
-    assert mirror.holders(KEY) == ()
-    mirror.trust(frozenset("b"))
+    assert mirror.holders(KEY) == ("a", "b")
+    mirror.distrust("a")
     assert mirror.holders(KEY) == ("b",)
     assert sorted(mirror.peers.names(mirror.full_set(KEY))) == ["a", "b"]
-    mirror.trust(frozenset("ab"))
-    assert mirror.holders(KEY) == ("a", "b")
+    mirror.apply(update(members=(Member("b", "h:2"),)))
+    assert mirror.holders(KEY) == ()
+    mirror.apply(update(members=(compared("b", "h:2"),)))
+    mirror.set_compared(False)
+    assert mirror.holders(KEY) == ()
 
 
 def test_a_peer_is_usable_while_its_chunks_could_be_fetched(mirror: Mirror) -> None:
@@ -75,7 +78,7 @@ def test_a_peer_is_usable_while_its_chunks_could_be_fetched(mirror: Mirror) -> N
     mirror.apply(update())
     assert mirror.is_usable("a")
     assert not mirror.is_usable("nobody")
-    mirror.trust(frozenset({"b"}))
+    mirror.distrust("a")
     assert not mirror.is_usable("a")
 
 
@@ -110,7 +113,7 @@ def test_a_new_member_holds_nothing_of_one_that_left(mirror: Mirror) -> None:
     """It gets that one's number."""
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=(), left=("a",)))
-    mirror.apply(update(adds("c", 1, OTHER), members=(Member("c", "h:3"),)))
+    mirror.apply(update(adds("c", 1, OTHER), members=(compared("c", "h:3"),)))
     assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("c",))
 
 
@@ -118,15 +121,14 @@ def test_members_stay_until_they_leave(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=()))
     assert (mirror.holders(KEY), mirror.peers.members) == (("a",), {"a", "b"})
-    mirror.apply(update(members=(Member("a", "h:9"),)))
+    mirror.apply(update(members=(compared("a", "h:9"),)))
     assert (mirror.peers.address("a"), mirror.peers.members) == ("h:9", {"a", "b"})
-    assert mirror.eldest == "own"
 
 
 def test_a_snapshot_has_all_members(mirror: Mirror) -> None:
     mirror.apply(update(adds("a", 1, KEY)))
     mirror.apply(update(members=MEMBERS[2:], snapshot=True))
-    assert (mirror.peers.members, mirror.peers.serving, mirror.eldest) == ({"b"}, {"b"}, "b")
+    assert (mirror.peers.members, mirror.peers.serving) == ({"b"}, {"b"})
 
 
 def test_a_peer_that_cannot_serve_keeps_its_keys(mirror: Mirror) -> None:
@@ -219,6 +221,7 @@ class TestFullMirror:
     @pytest.fixture
     def mirror(self) -> Mirror:
         mirror = Mirror("own", max_keys=2)
+        mirror.set_compared(True)
         mirror.apply(update(adds("a", 1, *self.KEYS[:2])))
         return mirror
 
@@ -298,7 +301,7 @@ def test_who_reads_while_a_snapshot_frees_the_old_keys_finds_fewer(mirror: Mirro
 
 def test_a_snapshot_of_known_peers_takes_as_long_as_the_first(mirror: Mirror) -> None:
     """It is built aside, so nothing of a peer has to be looked for in it."""
-    members = tuple(Member(f"peer {number}", "h:1") for number in range(20))
+    members = tuple(compared(f"peer {number}", "h:1") for number in range(20))
     changes = [replaces(peer, 1, *(os.urandom(4) for _ in range(PIECE))) for peer, *_ in members]
     snapshot = update(*changes, snapshot=True, members=members)
     first = sum(1 for _ in mirror.apply_in_pieces(snapshot))
@@ -328,6 +331,7 @@ def test_a_key_takes_less_than_120_bytes() -> None:
     length, count = 36, 125_000
     source = random.Random(0)
     mirror = Mirror("own", max_keys=count)
+    mirror.set_compared(True)
     tracemalloc.start()
     try:
         for number in range(8):
@@ -347,7 +351,7 @@ def test_equal_sets_are_one_object_within_limits(
     mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SHARED", 2)
-    members = tuple(Member(f"peer {number}", "h:1") for number in range(100))
+    members = tuple(compared(f"peer {number}", "h:1") for number in range(100))
     changes = (adds(name, 1, KEY, OTHER) for name, *_ in members)
     mirror.apply(update(*changes, members=members))
     assert mirror.full_set(KEY) is mirror.full_set(OTHER)

@@ -16,19 +16,19 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from tests.harness.comparisons import compared, compared_mirror
 from tests.harness.replicas import content, fresh_keys
 from xinference_xavier import disk as store_module
 from xinference_xavier.disk import Store, folder_of, summaries
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, flush
 from xinference_xavier.pool.region import Region
 from xinference_xavier.pool.tier import Fetch, FetchState
-from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
+from xinference_xavier.protocol.sketches import Difference, Sketch
+from xinference_xavier.protocol.tracker import Change, Settings, Update
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica import disk as module
-from xinference_xavier.replica.canary import Difference, Sketch
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import copy_rows
@@ -55,13 +55,10 @@ class Life:
         self.disk = Disk(parent, limit, "model", self.region, self.pool, **options)
         self.namespace = SharedNamespace("namespace", self._move)
         self.disk.move(self.namespace.lasting)
-        self.mirror = Mirror("own")
+        self.mirror = compared_mirror("own")
         self.tier = PeerTier(self.pool, self.mirror, self.disk)
         peers: Any = SimpleNamespace(
             namespace=self.namespace,
-            differing=set(),
-            trusts=lambda _: True,
-            doubt=lambda _: None,
             reset=lambda: None,
             ready=False,
             post=lambda action: action(),
@@ -78,7 +75,6 @@ class Life:
             process=peers,
             namespace=self.namespace,
             mirror=self.mirror,
-            canary=peers,
             disk=self.disk,
             publisher=publisher,
             events=Mock(),
@@ -390,7 +386,7 @@ async def test_all_layers_of_a_canary_are_compared(tmp_path: Path) -> None:
 async def test_a_store_with_a_wrong_row_is_not_used_after_a_parting_either(tmp_path: Path) -> None:
     async with life(tmp_path) as replica:
         replica.disk.distrust(Difference("layer", 1.5))
-        await replica.namespace.part()
+        await replica.namespace.part("namespace")
         assert replica.disk.state is DiskState.DIFFERS
 
 
@@ -793,7 +789,7 @@ class Peers:
             Change(name, 1, b"".join(keys[each] for each in held), b"", True)
             for name, held in (("one", one), ("two", two))
         )
-        members = tuple(Member(name, "127.0.0.1:1", True) for name in ("one", "two"))
+        members = (compared("one"), compared("two"))
         self.life.mirror.apply(Update(1, "epoch", True, Settings(), 36, members, changes))
         self.life.disk.index = tuple(keys[each] for each in saved)
         self.tier = self.life.tier

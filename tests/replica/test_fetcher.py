@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults import CORRUPT_ROW
+from tests.harness.comparisons import compared, compared_mirror
 from tests.harness.replicas import (
     ROW_BYTES,
     ReplicaProcess,
@@ -18,10 +19,9 @@ from tests.harness.replicas import (
     wait_until,
     wait_until_known,
 )
-from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.tier import Fetch
-from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullOrder, PullResult
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetcher
@@ -213,14 +213,11 @@ class Fetching:
     def __init__(self) -> None:
         self.pool = Pool(ROWS)
         self.moved, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
-        self.namespace = SharedNamespace("namespace", lambda _: self.moved.wait())
+        self.namespace = SharedNamespace("namespace", self._move)
         self.rolled_back: list[str] = []
         self.failed: tuple[tuple[str, str], ...] = ()
-        self.mirror = Mirror("own")
         self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
-        self.canary: Any = SimpleNamespace(
-            trusts=lambda _: True, differing=set(), doubt=lambda _: None
-        )
+        self.mirror = compared_mirror("own")
         events: Any = SimpleNamespace(
             rolled_back=lambda fetch, reason: self.rolled_back.append(reason)
         )
@@ -232,15 +229,23 @@ class Fetching:
             process=process,
             namespace=self.namespace,
             mirror=self.mirror,
-            canary=self.canary,
             disk=NoDisk(),
             publisher=Publisher("own", list),
             events=events,
         )
 
+    async def _move(self, _: str) -> None:
+        self.mirror.clear()
+        await self.moved.wait()
+
+    def members(self, *members: Member, differing: tuple[Member, ...] = ()) -> None:
+        update = Update(1, "epoch", True, Settings(), 3, members, (), differing=differing)
+        self.mirror.apply(update)
+        for peer in self.mirror.peers.values():
+            peer.actor = self.donor
+
     def meet_donor(self) -> None:
-        self.mirror.peers.follow([Member("donor", "127.0.0.1:1")], "epoch")
-        self.mirror.peers["donor"].actor = self.donor
+        self.members(compared("donor"))
 
     def fetch(self) -> asyncio.Future[None]:
         rows = self.pool.reserve([b"key"], redundant=None).rows
@@ -283,8 +288,7 @@ async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namesp
 
 
 async def test_a_donor_that_was_not_compared_is_asked_for_nothing(fetching: Fetching) -> None:
-    fetching.meet_donor()
-    fetching.canary.trusts = lambda _: False
+    fetching.members(Member("donor", "host:1"))
     fetching.arrive.set()
     await fetching.fetch()
     assert fetching.rolled_back == ["not compared"]
@@ -318,9 +322,9 @@ async def test_rows_are_used_if_on_arrival_their_donor_is_still_known_to_compute
     await fetching.pulling.wait()
     match meanwhile:
         case "parted":
-            await fetching.namespace.part()
+            await fetching.namespace.part("namespace")
         case "differs":
-            fetching.canary.differing.add("donor")
+            fetching.members(differing=(Member("donor", "host:1"),))
         case "reset":
             fetching.pool.reset()
     fetching.arrive.set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.mirror import Mirror
+from tests.harness.comparisons import compared, compared_mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
@@ -37,13 +37,11 @@ class Loop:
             start=self.calls.append,
             claim=self._call,
             release=self._call,
-            trusts=lambda _: True,
             reset=lambda: self.calls.append("comparisons are void"),
-            trusts_all=True,
             ready=True,
         )
         self.pool = Pool(ROWS)
-        self.mirror = Mirror("own")
+        self.mirror = compared_mirror("own")
         self.tier = PeerTier(self.pool, self.mirror, NoDisk())
         self._loop = asyncio.new_event_loop()
         self._now = 0.0
@@ -138,7 +136,7 @@ def test_a_claim_is_made_where_there_are_peers_and_released_after_its_last_chunk
 ) -> None:
     loop.store(b"first")
     assert loop.tier.claim([b"first", b"last"], 1.0) is None
-    loop.mirror.apply(Update(1, "epoch", True, Settings(), 4, (Member("peer", "h:1"),), ()))
+    loop.mirror.apply(Update(1, "epoch", True, Settings(), 4, (compared("peer"),), ()))
     claim = loop.tier.claim([b"first", b"last"], 1.0)
     loop.run()
     assert loop.calls[1:] == [claim]
@@ -164,7 +162,6 @@ def test_a_reset_ends_sharing_before_it_frees_rows_and_until_the_replica_is_alon
                 namespace=namespace, checksums=()
             )
         ),
-        canary=loop.background.canary,
         _namespace=namespace,
         _client=loop.background.client,
         _disk=NoDisk(),
@@ -192,7 +189,6 @@ def test_what_a_peer_gets_counts_as_used(loop: Loop) -> None:
         tier=loop.tier,
         mirror=loop.mirror,
         donor=SimpleNamespace(grant=lambda request, **_: SimpleNamespace(checksums=(1, 2))),
-        canary=loop.background.canary,
         _namespace=loop.background.namespace,
         _client=loop.background.client,
         _disk=SimpleNamespace(used=used.extend),
@@ -213,11 +209,10 @@ def test_a_chunk_that_is_stored_again_is_withdrawn_before_it_is_offered(loop: Lo
 
 
 async def test_a_peer_that_does_not_serve_is_no_source() -> None:
-    mirror = Mirror("own")
+    mirror = compared_mirror("own")
     changes = tuple(Change(name, 1, b"key1", b"", False) for name in "abc")
-    members = (Member("a", "h:1"), Member("b", "h:1", serves=False), Member("c", "h:1"))
+    members = (compared("a"), compared("b", serves=False), Member("c", "h:1"))
     mirror.apply(Update(1, "epoch", True, Settings(), 4, members, changes))
     tier = PeerTier(Pool(ROWS), mirror, NoDisk())
-    mirror.trust(frozenset("ab"))
     assert tier.peers.names(tier.holders(b"key1")) == ["a"]
     assert tier.holders(b"key2") == 0

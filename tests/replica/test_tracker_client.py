@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from tests.harness.comparisons import sketch
 from tests.tracker_pools import MODEL, create_tracker
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.events import TrackerLost, event_dict
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.load import Load, Observation, Serving
+from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
 from xinference_xavier.replica import reports as reports_module
 from xinference_xavier.replica import tracker_client as client_module
+from xinference_xavier.replica.canary import Canary
+from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import EventReporter, LoadReporter, Publisher
 from xinference_xavier.replica.tracker_client import Claim, TrackerClient, TrackerLocation
 from xinference_xavier.tracker.actor import BlockTracker
@@ -91,6 +95,8 @@ class Peer:
         self.peers: list[frozenset[str]] = []
         self.process = Process()
         self.mirror = WatchedMirror(name)
+        self.canary = Canary(self.mirror, SharedNamespace("namespace", self._move), self._differs)
+        self.canary.computed("short", sketch())
         self.client = TrackerClient(
             **{
                 "model_uid": MODEL,
@@ -99,6 +105,7 @@ class Peer:
                 "key_bytes": 4,
                 "locate": search,
                 "mirror": self.mirror,
+                "canary": self.canary,
                 "publisher": Publisher(name, lambda: self.pool),
                 "process": self.process,
                 "events": EventReporter(XavierConfig(MODEL, "10.0.0.1:9999"), name),
@@ -110,6 +117,13 @@ class Peer:
             }
         )
         self.task: asyncio.Task[None] | None = None
+        self.differing: list[str] = []
+
+    async def _move(self, namespace: str) -> None:
+        await self.client.change_namespace(namespace)
+
+    def _differs(self, peer: str, found: Difference, parts: bool) -> None:
+        self.differing.append(peer)
 
     async def start(self) -> None:
         self.task = asyncio.create_task(self.client.run(f"{self._name}.example:1"))

@@ -185,6 +185,8 @@ async def test_status_has_current_stats(pool: Any, tracker: Any) -> None:
         "incarnation": "a",
         "address": member.address,
         "serves": True,
+        "verdict": "not compared yet",
+        "verdict_reason": "",
         "draining": False,
         "holdings": 2,
         "sequence": 1,

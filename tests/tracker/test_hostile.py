@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from tests.harness.comparisons import compared, compared_mirror
 from tests.tracker_pools import NAMESPACE as NS
 from tests.tracker_pools import join, look, wait_for_update
-from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol import tracker as checks_module
 from xinference_xavier.protocol.load import Load, RequestReport, Serving
 from xinference_xavier.protocol.tracker import (
@@ -27,9 +27,9 @@ from xinference_xavier.tracker import namespaces as namespaces_module
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
 OWN = Member("own", "127.0.0.1:1")
 KEY, OTHER = b"key1", b"key2"
-UPDATE = Update(
-    1, "epoch", False, Settings(1, True), 4, (OWN, A), (Change("a", 1, KEY, b"", False),)
-)
+MEMBERS = (OWN, compared("a"))
+CHANGES = (Change("a", 1, KEY, b"", False),)
+UPDATE = Update(1, "epoch", False, Settings(1, True), 4, MEMBERS, CHANGES)
 NEXT = UPDATE._replace(revision=2, changes=(Change("a", 2, OTHER, KEY, False),))
 LOAD = Load(Serving(128, 1 << 20), prefill_tokens=0, prefill_s=None, requests=0)
 PROMPT = RequestReport("r", 100, b"k" * 12)
@@ -46,7 +46,7 @@ def with_change(**fields: Any) -> Update:
 )
 def test_a_mirror_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
     """Half an update would be believed from then on."""
-    mirror = Mirror("own")
+    mirror = compared_mirror("own")
     mirror.apply(UPDATE)
     with pytest.raises(ValueError, match=r".+"):
         mirror.apply(update)

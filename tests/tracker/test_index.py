@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.harness.comparisons import report
 from tests.tracker_pools import MODEL, join
 from tests.tracker_pools import NAMESPACE as NS
 from xinference_xavier.mirror import Mirror
@@ -126,22 +127,6 @@ def test_an_update_has_only_the_members_that_changed() -> None:
     assert not index.has_update("a", seen.epoch, seen.revision)
     index.leave("b")
     assert news() == ((), ("b",))
-
-
-def test_members_keep_the_order_in_which_they_joined() -> None:
-    """The first one is the eldest, with whom the others compare themselves."""
-    index, mirror = index_of(A), Mirror("onlooker")
-    mirror.apply(seen_by("onlooker", index))
-    for number, change in enumerate(
-        (
-            lambda: index.join(B, KEY_BYTES, 1.0),
-            lambda: index.set_serving("a", False),
-            lambda: (index.leave("a"), index.join(A, KEY_BYTES, 2.0)),
-        )
-    ):
-        change()
-        mirror.apply(index.changes_since(mirror.epoch, mirror.revision))
-        assert mirror.eldest == index.members()[0].incarnation == "aab"[number]
 
 
 def test_only_changes_by_others_are_updates() -> None:
@@ -300,7 +285,6 @@ class Sharing(RuleBasedStateMachine):
         members = self.index.members()
         assert mirror.peers.members == set(others)
         assert mirror.peers.serving == {m.incarnation for m in members if m.serves} - {watcher}
-        assert mirror.eldest == next((m.incarnation for m in members), "")
 
     @rule(watcher=st.sampled_from(WATCHERS))
     def forgets(self, watcher: str) -> None:
@@ -391,6 +375,8 @@ async def test_a_claim_ends(end: str) -> None:
     now = 100.0
     tracker = BlockTracker(MODEL, clock=lambda: now)
     await join(tracker, *MEMBERS)
+    for member in MEMBERS:
+        await tracker.compare(NS, member.incarnation, report(short=1.0))
     assert await tracker.claim(NS, "first", KEYS, 5.0) == 0
     assert await tracker.claim(NS, "second", KEYS, 5.0) == 2
     match end:

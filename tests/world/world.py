@@ -29,6 +29,7 @@ from xoscar.api import IteratorWrapper
 from benchmarks.replica_model import Elsewhere, Engine, Job, ReplicaModel, Source, Taken, Token
 from benchmarks.traces import GROUP, Request
 from tests.e2e.text_routes import COMPLETIONS, question
+from tests.harness.comparisons import report
 from tests.world.virtual import run
 from xinference_xavier.errors import NotFoundError, PrefixNotFoundError, ReplicaNotServingError
 from xinference_xavier.frontend.model_router import ModelRouter
@@ -278,7 +279,8 @@ class Replica(Elsewhere):
     def join(self) -> None:
         member = Member(self.incarnation, "127.0.0.1:1")
         tracker = self._world.tracker
-        tracker.namespaces.join("n", member, 32 + len(GROUP), tracker.now())
+        canaries = report(short=1.0)
+        tracker.namespaces.join("n", member, 32 + len(GROUP), tracker.now(), canaries)
         self.report()
 
     def leave(self) -> None:

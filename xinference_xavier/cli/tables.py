@@ -159,6 +159,12 @@ def _remarks(model: ModelStatus) -> list[str]:
             f"The replicas are in {len(namespaces)} namespaces and share only within each: "
             "`xinference-xavier doctor` says why."
         )
+    remarks += [
+        f"{replica.replica} shares nothing, as its engine {replica.verdict}: "
+        f"{replica.verdict_reason}."
+        for replica in model.replicas
+        if replica.verdict == "cannot compare"
+    ]
     if model.tracker.dropped:
         remarks.append(f"The tracker has no room to list {model.tracker.dropped:,} chunks.")
     return remarks

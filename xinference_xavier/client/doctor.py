@@ -294,6 +294,20 @@ def _comparison(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding
             f"computes different rows from {peer} for the same text: {amount}",
             "give both the same weights, processors and vLLM; until then they do not share",
         )
+    elif replica.status.verdict == "cannot compare":
+        yield Finding(
+            replica.where,
+            "shares nothing, as its engine cannot compute a text to compare: "
+            f"{replica.status.verdict_reason}",
+            "see docs/troubleshooting.md, under 'Why a replica does not share'",
+        )
+    elif replica.status.verdict == "not compared yet" and found.lost_probes:
+        yield Finding(
+            replica.where,
+            f"shares nothing yet, as its engine did not compute a text to compare in time, "
+            f"{found.lost_probes} times",
+            "see its log; it tries again by itself, at least once an hour",
+        )
 
 
 def _left_out(replica: _Replica, names: Mapping[str, str]) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier import vllm_versions
 from xinference_xavier.engine.adapters import Adapters
+from xinference_xavier.engine.audits import CanAudit
 from xinference_xavier.engine.compat import key_positions, load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.engine.donors import DonorSelection
@@ -40,7 +41,7 @@ from xinference_xavier.engine.fetches import Fetches
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.idle import NOTHING, Arrivals, IdleWait
 from xinference_xavier.engine.metrics import CommonBeginnings, FirstTokenTimes, stats_of
-from xinference_xavier.engine.probes import CanAudit, Probes
+from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.request import Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.waiting import PeerPrefills

@@ -1,8 +1,7 @@
 """Prompts that this engine computes only for a comparison.
 
 The first are canaries, equal in all engines of a model: see `replica.canary`. One is a single
-chunk; the other is long, as some differences begin deep in a prompt. The rest are audits: the
-beginning of a prompt, of which rows were fetched or loaded, computed again up to one of them.
+chunk; the other is long, as some differences begin deep in a prompt. The rest are audits.
 
 The engine gives itself these requests (`OwnRequests`). They go the way of clients' requests: into
 the queue that vLLM's input thread fills. Their outputs go to the first API process, which ignores
@@ -16,11 +15,10 @@ thread, which samples nothing: it pins rows, or keeps them in quarantine, until 
 from __future__ import annotations
 
 import logging
-import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +28,12 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc
 
 from xinference_xavier.engine import compat
+from xinference_xavier.engine.audits import Audit, Audits, CanAudit
 from xinference_xavier.engine.sketches import Sketcher
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.protocol.sketches import Sketch
 from xinference_xavier.protocol.tracker import GROUP
-from xinference_xavier.replica.canary import ProbeResult, Sketch, difference
+from xinference_xavier.replica.canary import Computed, Lost, ProbeResult
 from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
@@ -44,22 +44,29 @@ _NO_WAVE = -1
 
 
 class OwnRequests:
-    def __init__(self, core: Any) -> None:
-        """Without a `core`, nothing is ever computed."""
+    def __init__(self, core: Any, cannot: str = "") -> None:
+        """`cannot` is why this `core` never computes one."""
+        self.cannot = cannot
         self._core = core
 
     @classmethod
     def at(cls, config: VllmConfig) -> OwnRequests:
         """The queue of the engine that is being made on this thread."""
-        generates = config.model_config.runner_type == "generate"
-        core = compat.engine_core()
-        return cls(core if generates and hasattr(core, "input_queue") else None)
+        core, cannot = compat.engine_core(), ""
+        if config.model_config.runner_type != "generate":
+            cannot = "its model generates nothing"
+        elif not hasattr(core, "input_queue"):
+            cannot = "it runs in its caller's process; leave out VLLM_ENABLE_V1_MULTIPROCESSING=0"
+        elif isinstance(core, DPEngineCoreProc) and not core.has_coordinator:
+            # Nobody would wake the ranks that compute in step with it.
+            cannot = "its data-parallel ranks have no coordinator; start them with one"
+        return cls(core, cannot)
 
     def ask(self, tokens: Sequence[int], salt: str) -> str | None:
         """Compute `tokens` and one more. Returns the request's id; None if the engine takes none
         now."""
         core = self._core
-        if core is None or not _takes_requests(core):
+        if self.cannot or not _takes_requests(core):
             return None
         request = EngineCoreRequest(
             request_id=f"xavier-probe-{secrets.token_hex(8)}",
@@ -88,15 +95,9 @@ class OwnRequests:
 def _takes_requests(core: Any) -> bool:
     if getattr(core, "request_block_hasher", None) is None:  # it is being made
         return False
-    steps_with_others = isinstance(core, DPEngineCoreProc)
-    if steps_with_others and not core.has_coordinator:  # nobody would wake them
-        return False
     return bool(core.scheduler.pause_state.name == "UNPAUSED")
 
 
-AUDIT_INTERVAL = 60.0
-AUDIT_SHARE = 1000
-"""At most one token is audited for this many computed ones."""
 DEEP = 8192
 """The long canary's last chunk begins here, if the model takes so many tokens: Llama 4 changes its
 attention there."""
@@ -109,32 +110,17 @@ _EXCLUSIVE = 3  # special tokens are at the ends of most vocabularies
 
 @dataclass(eq=False, slots=True)
 class Probe:
-    """A prompt of which the chunks that end after `ends` tokens are compared."""
+    """A prompt of which the chunks that end after `ends` tokens are compared. `epoch` is the number
+    of resets before it."""
 
     tokens: Sequence[int]
-    ends: frozenset[int]
+    ends: Set[int]
     epoch: int
-    audit: dict[int, _Loaded] = field(default_factory=dict)  # empty for a canary
+    audit: Audit | None = None  # None for a canary
     salt: str = field(default_factory=lambda: f"xavier-probe-{secrets.token_hex(16)}")
     sketches: dict[int, Sketch] = field(default_factory=dict)
     req_id: str = ""
     deadline: float = 0.0
-
-
-@dataclass(eq=False, slots=True)
-class _Loaded:
-    """Rows of one chunk, which a request loads."""
-
-    rows: Sequence[Row]
-    sketch: Sketch = field(default_factory=dict)
-
-    @property
-    def donor(self) -> str | None:
-        return self.rows[0].origin
-
-
-CanAudit = Callable[[int], bool]
-"""Whether the engine has nothing else to do and has computed so many tokens."""
 
 
 class Probes:
@@ -153,35 +139,38 @@ class Probes:
         vocabulary: int,
         audits: bool,
         clock: Callable[[], float] = time.monotonic,
-        choose: Callable[[Sequence[int]], int] = random.choice,
     ) -> None:
+        self.audits = (
+            Audits(
+                can_audit,
+                sketcher,
+                pool,
+                chunk_tokens=chunk_tokens,
+                max_tokens=max_tokens,
+                clock=clock,
+            )
+            if audits
+            else None
+        )
         self._requests = requests
         self._sketcher = sketcher
         self._pool = pool
         self._chunk_tokens = chunk_tokens
         self._vocabulary = vocabulary
-        self._audits = audits
         self._can_audit = can_audit
         self._clock = clock
-        self._choose = choose
-        self._max_tokens = max_tokens
         most = (max_tokens - 1) // chunk_tokens
         chunks = sorted({1, min(DEEP // chunk_tokens + 1, most)} - {0})
         self._canaries = [number * chunk_tokens for number in chunks]  # where they end
         self._computed: dict[int, int] = {}  # the epoch in which each was
         self._since = clock()
-        self._epoch = 0  # resets
+        self._epoch = 0
         self._running: Probe | None = None
         self._asked: dict[str, Probe] = {}
         """Probes by salt. A reset may overtake the request of one."""
-        self._candidate: Probe | None = None
-        self._audited = 0  # tokens
-        self._deep = False  # whether the next audit may be
-        self._next_audit = self._next_candidate = clock() + AUDIT_INTERVAL
         self._log = RateLimitedLog(logger)
         self._not_before = 0.0  # the next request, after one was lost
         self._backoff = Backoff(_PAUSE, _LONGEST_PAUSE)
-        self._loaded: deque[Probe] = deque()
         self._stored: deque[tuple[Probe, int, Sequence[Row]]] = deque()
 
     # -- called by the background thread ------------------------------------------------------
@@ -189,7 +178,8 @@ class Probes:
     def work(self) -> list[ProbeResult]:
         """Go on: sample what was loaded and stored, and ask for the next probe. Returns what there
         is to compare."""
-        self._sample_loaded()
+        if self.audits is not None:
+            self.audits.sample()
         results = self._sample_stored()
         now = self._clock()
         running = self._running
@@ -198,24 +188,13 @@ class Probes:
             self._requests.abort(running.req_id)
             self._wait(now)
             self._log.warn("lost", "the engine did not compute a probe: id=%s", running.req_id)
-            results.append(ProbeResult(None, {}, lost=True))
+            results.append(Lost())
         if self._running is None and now >= self._not_before:
             self._ask(now)
         return results
 
-    def _sample_loaded(self) -> None:
-        while self._loaded:
-            candidate = self._loaded.popleft()
-            for loaded in candidate.audit.values():
-                try:
-                    loaded.sketch = self._sketcher.sample(loaded.rows)
-                finally:
-                    self._pool.unpin(loaded.rows)
-            if all(loaded.sketch for loaded in candidate.audit.values()):
-                self._candidate = candidate
-
     def _sample_stored(self) -> list[ProbeResult]:
-        results = []
+        results: list[ProbeResult] = []
         while self._stored:
             probe, end, rows = self._stored.popleft()
             try:
@@ -227,20 +206,20 @@ class Probes:
             if probe is not self._running or probe.epoch != self._epoch:
                 continue
             probe.sketches[end] = {**probe.sketches.get(end, {}), **sketch}
-            if not probe.audit:
-                results.append(ProbeResult(_canary_name(end), sketch))
+            if probe.audit is None:
+                results.append(Computed(_canary_name(end), sketch))
             if probe.sketches.keys() == probe.ends:
                 self._running = None
                 self._backoff.reset()
-                if probe.audit:
-                    results.append(_compared(probe))
-                else:
+                if probe.audit is None:
                     self._computed[end] = probe.epoch
+                else:
+                    results.append(probe.audit.result(probe.sketches))
         return results
 
     def _ask(self, now: float) -> None:
         epoch = self._epoch
-        probe = self._next_canary(now, epoch) or self._next_audit_of(now, epoch)
+        probe = self._next_canary(now, epoch) or self._next_audit(now, epoch)
         if probe is None:
             return
         probe.deadline = now + _DEADLINE
@@ -257,11 +236,8 @@ class Probes:
             self._running = None
             return
         probe.req_id = req_id
-        if probe.audit:
-            self._candidate = None
-            self._next_audit = now + AUDIT_INTERVAL
-            self._deep = not self._deep
-            self._audited += len(probe.tokens)
+        if self.audits is not None and probe.audit is not None:
+            self.audits.asked(probe.audit, now)
 
     def _wait(self, now: float) -> None:
         """Longer each time in a row: each try costs the engine a prompt."""
@@ -273,14 +249,11 @@ class Probes:
             return None
         if end > self._chunk_tokens and not self._can_audit(0) and now < self._since + _BUSY:
             return None
-        return Probe(_canary(end, self._vocabulary), frozenset([end]), epoch)
+        return Probe(_canary(end, self._vocabulary), {end}, epoch)
 
-    def _next_audit_of(self, now: float, epoch: int) -> Probe | None:
-        candidate = self._candidate
-        if candidate is None or candidate.epoch != epoch or now < self._next_audit:
-            return None
-        tokens = self._audited + len(candidate.tokens)
-        return candidate if self._can_audit(tokens * AUDIT_SHARE) else None
+    def _next_audit(self, now: float, epoch: int) -> Probe | None:
+        audit = None if self.audits is None else self.audits.next(now, epoch)
+        return None if audit is None else Probe(audit.tokens, audit.chunks.keys(), epoch, audit)
 
     # -- called by the scheduler thread -------------------------------------------------------
 
@@ -293,36 +266,16 @@ class Probes:
         before."""
         self._epoch += 1
         self._since = self._clock()
-        self._candidate = self._running = None
+        self._running = None
 
     def wants_audit(self) -> bool:
-        """Whether `loaded` would do anything. A candidate that the engine cannot afford yet gives
-        way to another one, which may be shorter."""
-        return self._audits and self._clock() >= self._next_candidate
+        """Whether `loaded` would do anything."""
+        return self.audits is not None and self.audits.wanted()
 
     def loaded(self, tokens: Sequence[int], rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
-        """A request loads `rows` for its prompt's `tokens`, and perhaps for answered ones; `ends`
-        says where its chunks end, by their keys without the group. The first one is compared, and
-        every other time one at any depth."""
-        found: dict[int, list[Row]] = {}
-        for row in rows:
-            end = ends.get(row.key[: GROUP.start])
-            if end is not None and end < min(self._max_tokens, len(tokens)):
-                found.setdefault(end, []).append(row)
-        if not found:
-            return
-        self._next_candidate = self._clock() + AUDIT_INTERVAL
-        last = self._choose(sorted(found)) if self._deep else min(found)
-        chosen = {min(found), last} if min(found) <= self._chunk_tokens else {last}
-        audit: dict[int, _Loaded] = {}
-        for end in chosen:
-            pinned = [row for row in found[end] if self._pool.pin_row(row)]
-            if pinned:
-                audit[end] = _Loaded(pinned)
-        if audit:
-            # A drafter's row depends on the token behind it, too.
-            prompt = list(tokens[: last + 1])
-            self._loaded.append(Probe(prompt, frozenset(audit), self._epoch, audit))
+        """A request loads `rows`: see `Audits.loaded`."""
+        assert self.audits is not None, "then nothing is wanted"
+        self.audits.loaded(tokens, rows, ends, self._epoch)
 
     def stored(self, probe: Probe, rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
         """These rows of a probe are complete. They are in quarantine until they are sampled."""
@@ -336,19 +289,9 @@ class Probes:
         probe.deadline = min(probe.deadline, self._clock() + _STORE_TIME)
 
 
-def _compared(audit: Probe) -> ProbeResult:
-    """The first difference, or that there is none."""
-    results = [
-        ProbeResult(None, sketch, loaded.donor, difference(loaded.sketch, sketch))
-        for end, loaded in sorted(audit.audit.items())
-        for sketch in (audit.sketches[end],)
-    ]
-    return next((result for result in results if result.difference), results[0])
-
-
-def _canary_name(end: int) -> bytes:
+def _canary_name(end: int) -> str:
     """What peers call a canary's chunk: its own key depends on the salt."""
-    return f"canary/{end}".encode()
+    return f"canary/{end}"
 
 
 def _canary(end: int, vocabulary: int) -> list[int]:

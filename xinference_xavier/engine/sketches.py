@@ -1,39 +1,39 @@
 """Samples of the rows of one chunk, by which two engines notice that they compute differently.
 
-Two engines with equal namespaces compare a chunk that both have computed. The samples are numbers
-at fixed places of the pages, so they reveal another layout of equal size as well as other weights.
-Processors and batches round differently; `TOLERANCE` allows for that.
+The samples are numbers at fixed places of the pages: see `protocol.sketches`. Each layer says what
+its numbers are, and where: groups may have layers of several types, and a recurrent layer several
+states. A type of one byte says little: it may be a number, two, or a part of one beside its scale.
+So bytes are compared as such.
 
-The first worker describes its pages in the region's note (`describe_pages`); the scheduler's side
+The first worker describes its layers in the region's note (`describe_pages`); the scheduler's side
 samples rows (`Sketcher`).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 
 from xinference_xavier.engine.identity import tensors_of
 from xinference_xavier.engine.worker import tensor_offsets
-from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.pool import Row
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.sketches import BYTES, TOLERANCES, Sketch
 from xinference_xavier.protocol.tracker import GROUP
-from xinference_xavier.replica.canary import Sketch
 
 SAMPLES = 32
-"""Per layer and worker."""
+"""Per part and worker; twice as many bytes, each of which says only that it is alike or not."""
 _STEP = 2_654_435_761  # spreads the places over a page: a large prime
-_FP8 = {"fp8_e5m2": torch.float8_e5m2}
 
 
 class _Part(NamedTuple):
-    """One layer's numbers of one type, in bytes from the start of the worker's cell."""
+    """Numbers of one type and layer, in bytes from the start of the worker's cell."""
 
     name: str
-    dtype: str  # of torch
+    dtype: str  # of torch, or BYTES
     offset: int
     size: int  # in one block
     stride: int  # between two blocks of the chunk
@@ -45,31 +45,49 @@ def describe_pages(
     layers: Mapping[str, torch.Tensor | list[torch.Tensor]],
     pages: CanonicalKVCaches,
     blocks_per_chunk: int,
-    cache_dtype: str,
 ) -> dict[str, list[_Part]]:
     """JSON-able: the parts of each group by its number. `layers` are this worker's tensors."""
     offsets = tensor_offsets(pages, blocks_per_chunk)
     described = {}
     for (number, group), refs in zip(groups.items(), pages.group_data_refs, strict=True):
-        names = [name for name in group.layer_names if name in layers]
-        dtypes = {tensor.dtype for name in names for tensor in tensors_of(layers[name])}
-        if len(dtypes) != 1:  # states of several types in one page: nothing says where each begins
-            continue
-        dtype = dtypes.pop()
-        if dtype is torch.uint8:
-            dtype = _FP8.get(cache_dtype, torch.float8_e4m3fn)
+        places = [(offsets[ref.tensor_idx], pages.tensors[ref.tensor_idx]) for ref in refs]
         described[str(number)] = [
-            _Part(
-                names[place] if len(names) == len(refs) else f"part {place}",
-                str(dtype).removeprefix("torch."),
-                offsets[ref.tensor_idx],
-                ref.page_size_bytes,
-                pages.tensors[ref.tensor_idx].page_size_bytes,
-                isinstance(group.kv_cache_spec, MambaSpec),
-            )
-            for place, ref in enumerate(refs)
+            part
+            for layer in group.layer_names
+            for name, numbers in _numbers(layer, layers.get(layer), pages)
+            for part in _located(name, numbers, places, isinstance(group.kv_cache_spec, MambaSpec))
         ]
     return described
+
+
+def _numbers(
+    layer: str, cache: torch.Tensor | list[torch.Tensor] | None, pages: CanonicalKVCaches
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A layer's tensors with the blocks first, by names: K and V may lie apart."""
+    blocks = pages.tensors[0].tensor.shape[0]
+    tensors = [
+        each
+        for tensor in tensors_of(cache)
+        for each in ([tensor] if tensor.shape[0] % blocks == 0 else tensor.unbind())
+    ]
+    for number, tensor in enumerate(tensors):
+        yield f"{layer}, part {number}" if len(tensors) > 1 else layer, tensor
+
+
+def _located(
+    name: str,
+    numbers: torch.Tensor,
+    places: Iterable[tuple[int, CanonicalKVCacheTensor]],
+    is_state: bool,
+) -> Iterator[_Part]:
+    """The page that it is in may have other layers' numbers, too, or nobody's."""
+    for offset, page in places:
+        within = numbers.data_ptr() - page.tensor.data_ptr()
+        if 0 <= within < page.page_size_bytes:
+            size = numbers.nbytes // page.tensor.shape[0]
+            stride, dtype = page.page_size_bytes, str(numbers.dtype).removeprefix("torch.")
+            dtype = dtype if dtype in TOLERANCES else BYTES
+            yield _Part(name, dtype, offset + within, size, stride, is_state)
 
 
 class Sketcher:
@@ -78,7 +96,6 @@ class Sketcher:
     def __init__(
         self,
         region: Region,
-        pool: Pool,
         described: Mapping[str, Sequence[Sequence[Any]]],
         *,
         cells: int,
@@ -86,7 +103,6 @@ class Sketcher:
         blocks_per_chunk: int,
     ) -> None:
         self._rows = region.array
-        self._pool = pool
         self._places = {
             int(number).to_bytes(4): [
                 (f"{part.name}, worker {cell}" if cells > 1 else part.name, part, places)
@@ -97,21 +113,12 @@ class Sketcher:
             for number, parts in described.items()
         }
 
-    def sketch(self, key: bytes) -> Sketch | None:
-        """Samples of the chunk's rows in all groups, by layer. None unless this engine computed
-        them and still has them."""
-        rows = [
-            row
-            for number in self._places
-            for row in self._pool.pin_shared([key[: GROUP.start] + number])
-        ]
-        try:
-            return self.sample([row for row in rows if row.origin is None]) or None
-        finally:
-            self._pool.unpin(rows)
+    @property
+    def has_places(self) -> bool:
+        return any(self._places.values())
 
     def sample(self, rows: Iterable[Row]) -> Sketch:
-        """`rows` must not change meanwhile."""
+        """By layer. `rows` must not change meanwhile."""
         return {
             name: (part.dtype, self._read(row.slot, part, places))
             for row in rows
@@ -119,15 +126,16 @@ class Sketcher:
         }
 
     def _read(self, slot: int, part: _Part, places: torch.Tensor) -> list[float]:
-        numbers = torch.from_numpy(self._rows[slot])[places].view(getattr(torch, part.dtype))
+        found = torch.from_numpy(self._rows[slot])[places]
+        numbers = found if part.dtype == BYTES else found.view(getattr(torch, part.dtype))
         samples: list[float] = numbers.flatten().float().tolist()
         return [number if math.isfinite(number) else 0.0 for number in samples]
 
 
 def _places(part: _Part, cell: int, blocks_per_chunk: int) -> torch.Tensor:
-    """The bytes in a row of each sample: shape (SAMPLES, bytes per number)."""
-    width = getattr(torch, part.dtype).itemsize
-    samples = torch.arange(SAMPLES)
+    """The bytes in a row of each sample: shape (samples, bytes per number)."""
+    width = 1 if part.dtype == BYTES else getattr(torch, part.dtype).itemsize
+    samples = torch.arange(2 * SAMPLES if part.dtype == BYTES else SAMPLES)
     blocks = blocks_per_chunk - 1 if part.only_last_block else samples % blocks_per_chunk
     places = samples * _STEP % (part.size // width)
     starts: torch.Tensor = cell + part.offset + blocks * part.stride + places * width

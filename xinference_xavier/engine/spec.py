@@ -163,13 +163,10 @@ class XavierSpec(OffloadingSpec):
         self, kv_caches: CanonicalKVCaches, cells: Sequence[int], cache_rows: int
     ) -> WorkerNote:
         facts = self.facts
-        cache_dtype = facts.vllm.cache_config.cache_dtype
         return WorkerNote(
             identity.page_format(facts.vllm, facts.cache, self._layers),
             facts.prefix_caching,
-            describe_pages(
-                facts.groups, self._layers, kv_caches, self.blocks_per_chunk, cache_dtype
-            ),
+            describe_pages(facts.groups, self._layers, kv_caches, self.blocks_per_chunk),
             cells,
             cache_rows,
         )
@@ -214,7 +211,7 @@ class XavierSpec(OffloadingSpec):
             "cells": note.cells,
         }
         pool = Pool(region.rows)
-        mirror = Mirror(self.config.engine_id, trusted=False)
+        mirror = Mirror(self.config.engine_id)
         disk: Disk = NoDisk()
         if config.disk is not None and shares:
             disk = Disk(
@@ -229,16 +226,21 @@ class XavierSpec(OffloadingSpec):
         tier = PeerTier(pool, mirror, disk)
         sketcher = Sketcher(
             region,
-            pool,
             note.parts,
             # The first worker has described its pages: other stages have other layers.
             cells=1 if self.config.parallel.pp_size > 1 else len(note.cells),
             cell_bytes=note.cells[0],
             blocks_per_chunk=self.blocks_per_chunk,
         )
+        if not shares:
+            requests = OwnRequests(None, NotSharing.NO_PREFIX_CACHING)
+        elif not sketcher.has_places:
+            requests = OwnRequests(None, "nothing says where its KV cache has numbers")
+        else:
+            requests = OwnRequests.at(vllm_config)
         probes = partial(
             Probes,
-            requests=OwnRequests.at(vllm_config) if shares else OwnRequests(None),
+            requests=requests,
             sketcher=sketcher,
             pool=pool,
             chunk_tokens=facts.chunk_tokens,
@@ -256,7 +258,7 @@ class XavierSpec(OffloadingSpec):
         )
         engine = Engine(
             PromptChunker(vllm_config, layout, self.config.cache.tokens_per_hash),
-            sketch=sketcher.sketch,
+            cannot_compare=requests.cannot,
             stats=manager.stats,
             load=manager.workload.load,
             work_on_probes=manager.probes.work,

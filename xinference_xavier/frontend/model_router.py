@@ -76,6 +76,7 @@ class ModelRouter:
     def __init__(self, source: random.Random | None = None) -> None:
         self.counts = RoutingStats()
         self.mirror = Mirror("")
+        self.mirror.set_compared(True)  # as replicas are that fetch
         self.version = 0
         """The version of the loads that were observed last."""
         self._clock = asyncio.get_running_loop().time

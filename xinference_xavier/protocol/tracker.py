@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from xinference_xavier.errors import shown
 from xinference_xavier.options import Routing
+from xinference_xavier.protocol.sketches import Difference, pack_canaries
 from xinference_xavier.runtime.validate import check_json_size, first_reason
 
 PROTOCOL_VERSION = 8  # raised with every change of the messages
@@ -45,24 +46,62 @@ _T = TypeVar("_T")
 _RANK = re.compile(r"_dp\d+$")
 
 
+class Verdict(enum.Enum):
+    """Whether a replica computes what its peers compute. Only those that are COMPARED share."""
+
+    WAITING = "not compared yet"
+    COMPARED = "compared"
+    DIFFERS = "differs"
+    CANNOT = "cannot compare"
+
+
+class Comparison(NamedTuple):
+    """A replica's canaries beside those of the first in its namespace that had computed them.
+
+    If it DIFFERS, `peer` is the incarnation of that first one. `reason` says why it CANNOT, too.
+    """
+
+    verdict: Verdict = Verdict.WAITING
+    reason: str = ""
+    peer: str = ""
+    difference: Difference | None = None
+
+
+class CanaryReport(NamedTuple):
+    """All packed canaries that a replica has computed since its last reset, or why it `cannot`."""
+
+    packed: bytes = pack_canaries({})
+    cannot: str = ""
+
+
+NO_CANARIES = CanaryReport()
+
+
+class Member(NamedTuple):
+    """A replica: its incarnation, the address of the xoscar actor in its engine, whether peers can
+    fetch from it now, and whether it computes what they compute."""
+
+    incarnation: str
+    address: str
+    serves: bool = True
+    comparison: Comparison = Comparison()
+
+    @property
+    def is_compared(self) -> bool:
+        return self.comparison.verdict is Verdict.COMPARED
+
+
 class JoinReply(NamedTuple):
     """`secret` is shared by the model's replicas. `lease` is in seconds. `epoch` identifies the
     index; `sequence` is the number of the last publication of this incarnation that it applied.
+    `comparison` is what its canaries have shown.
     """
 
     secret: bytes
     lease: float
     epoch: str
     sequence: int
-
-
-class Member(NamedTuple):
-    """A replica: its incarnation, the address of the xoscar actor in its engine, and whether peers
-    can fetch from it now."""
-
-    incarnation: str
-    address: str
-    serves: bool = True
+    comparison: Comparison
 
 
 class Switches(NamedTuple):
@@ -109,8 +148,8 @@ class Update(NamedTuple):
     """The `changes` that bring a watcher to `revision`, in the order to apply them.
 
     With `snapshot`, the watcher first forgets everything. Then members `left`, and `members` joined
-    or changed, in the order in which they joined; the watcher may be among them. Keys are
-    `key_bytes` long.
+    or changed; the watcher may be among them. Keys are `key_bytes` long. `differing` are all that
+    were found to differ, most of which have left since.
     """
 
     revision: int
@@ -121,6 +160,7 @@ class Update(NamedTuple):
     members: tuple[Member, ...]
     changes: tuple[Change, ...]
     left: tuple[str, ...] = ()
+    differing: tuple[Member, ...] = ()
 
 
 class Outcome(enum.Enum):

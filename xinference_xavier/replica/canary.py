@@ -1,94 +1,54 @@
-"""Compares this replica with its peers before it fetches from them or they from it.
+"""What this engine computed for a comparison, and what follows from the tracker's verdict.
 
 The namespace lists what two replicas must have in common. In case the list has a hole, rows move
-only between peers that computed the same ones: both sketch a chunk that both have computed.
-Each replica computes canaries at its start: one of a chunk, by which two replicas trust each other,
-and later a long one, by which they may stop. Where an engine cannot, it is the first chunk that two
-replicas happen to have in common.
+only between replicas that compute the same. Each engine computes canaries at its start: one of a
+chunk, and later a long one. Its replica hands their sketches to the tracker, which compares them
+with those of the first in the namespace.
 
-A replica whose sketch differs from that of the namespace's eldest member moves to the next
-namespace, where it compares itself with whoever is there. So replicas that compute alike find each
-other.
+A replica that differs moves to the next namespace, where it is compared with whoever is there. So
+replicas that compute alike find each other. One whose engine cannot compute a canary shares
+nothing, and says why.
 
-Threading: the replica's background loop. The scheduler thread may read `trusts_all`.
+Threading: the replica's background loop.
 """
 
 import asyncio
-import itertools
-import logging
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from xinference_xavier.errors import LinkError, shown
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, check_version
+from xinference_xavier.protocol.sketches import Difference, Sketch, pack_canaries
+from xinference_xavier.protocol.tracker import CanaryReport, Comparison, Verdict
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import ask, spawn, within
-from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+from xinference_xavier.runtime.aio import spawn
 from xinference_xavier.stats.schema import ComparisonStats
 
-logger = logging.getLogger(__name__)
 
-Sketch = Mapping[str, tuple[str, Sequence[float]]]
-"""The type of the numbers and samples of them, by layer."""
+class Computed(NamedTuple):
+    """The engine has computed a canary, or some of its KV-cache groups. `name` is the same in all
+    engines."""
 
-TOLERANCES = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
-"""How far samples may be apart, relative to their size: far above what rounding does to deep
-layers, far below what another layout does, which is more than 1."""
-_COARSE = 0.3  # for types of 8 bits
-_MAX_OWN = 1000  # chunks that may serve for a comparison
-_MAX_TRIED = 100_000  # chunks that peers have not computed themselves
-_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two rounds
-_DEADLINE = 5.0
-
-
-class Difference(NamedTuple):
-    layer: str
-    amount: float  # relative; infinite if the layers cannot be compared
-
-
-class ProbeResult(NamedTuple):
-    """The result of a probe: with a `key`, the name of a canary's chunk, which is the same in all
-    engines, the chunk's `sketch`.
-
-    Without a key, the result of an audit: `donor` is where the rows came from (None: this engine),
-    and `difference` how they differ from what the engine computes now (None: not at all). If the
-    probe was `lost`, the engine did not compute it.
-    """
-
-    key: bytes | None
+    name: str
     sketch: Sketch
-    donor: str | None = None
-    difference: Difference | None = None
-    lost: bool = False
 
 
-def difference(own: Sketch, other: Sketch) -> Difference | None:
-    """The first layer that differs by more than its tolerance, among those of which both have
-    samples: one may lack a KV-cache group."""
-    for layer, (dtype, samples) in own.items():
-        if layer not in other:
-            continue
-        other_dtype, other_samples = other[layer]
-        if (dtype, len(samples)) != (other_dtype, len(other_samples)):
-            return Difference(layer, math.inf)
-        amount = _distance(samples, other_samples)
-        if amount > TOLERANCES.get(dtype, _COARSE):
-            return Difference(layer, amount)
-    return None
+class Audited(NamedTuple):
+    """The engine has computed again what came from `donor` (None: from this engine). `difference`
+    is how it differs (None: not at all)."""
+
+    donor: str | None
+    difference: Difference | None
 
 
-def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    size = max(math.hypot(*one), math.hypot(*other))
-    return math.dist(one, other) / size if size else 0.0
+class Lost(NamedTuple):
+    """The engine did not compute a probe in time."""
+
+
+ProbeResult = Computed | Audited | Lost
 
 
 class Canary:
-    """`sketch(key)` samples a chunk that this engine computed; without it, all peers are trusted.
+    """`cannot` is why the engine computes none; empty if it does.
 
     `differs(peer, difference, parts)` is called once for each peer that computes differently;
     `parts` if we leave the namespace because of it.
@@ -96,185 +56,72 @@ class Canary:
 
     def __init__(
         self,
-        incarnation: str,
-        sketch: Callable[[bytes], Sketch | None] | None,
         mirror: Mirror,
         namespace: SharedNamespace,
         differs: Callable[[str, Difference, bool], None],
+        *,
+        cannot: str = "",
     ) -> None:
-        self._incarnation = incarnation
-        self._sketch = sketch
+        self.cannot = cannot
+        self.changed = asyncio.Event()
+        """Set when there is more to compare than in the latest report."""
+        self.stats = ComparisonStats()
         self._mirror = mirror
         self._namespace = namespace
         self._differs = differs
-        self._trusted: frozenset[str] = frozenset()
-        self.differing: set[str] = set()
-        """Members that compute differently."""
-        self._own: OrderedDict[bytes, None] = OrderedDict()  # the latest last
-        self._probes: dict[bytes, Sketch] = {}
-        self._tried: set[tuple[str, bytes]] = set()
-        self._compared: set[tuple[str, bytes]] = set()  # and found equal
-        self._news = asyncio.Event()
-        self.trusts_all = sketch is None
-        self._log = RateLimitedLog(logger)
-        self.stats = ComparisonStats()
-        self._set_trusted(self._trusted)
+        self._sketches: dict[str, Sketch] = {}  # by the canary's name
+        self._told: frozenset[str] = frozenset()  # replicas that the tracker found to differ
 
-    def probed(self, key: bytes, sketch: Sketch) -> None:
-        """The engine has computed a canary's chunk, or some groups of it. Peers do the same, so it
-        is not published."""
-        self._probes[key] = {**self._probes.get(key, {}), **sketch}
-        self.stats.canaries = len(self._probes)
-        self._news.set()
+    # -- what the engine computes -------------------------------------------------------------
+
+    def computed(self, name: str, sketch: Sketch) -> None:
+        self._sketches[name] = {**self._sketches.get(name, {}), **sketch}
+        self.stats.canaries = len(self._sketches)
+        self.changed.set()
 
     def reset(self) -> None:
-        """The engine's weights may have changed: forget what it computed, and all comparisons."""
-        self._probes.clear()
+        """The engine's weights may have changed: forget what it computed."""
+        self._sketches.clear()
         self.stats.canaries = 0
-        self._own.clear()
-        self._tried.clear()
-        self._compared.clear()
-        self.differing.clear()
-        self._set_trusted(frozenset())
 
-    def distrust(self, peer: str, found: Difference, *, parts: bool = False) -> None:
-        """Stop trusting `peer`, whose rows differ from ours. `parts`: we leave its namespace."""
-        self._set_trusted(self._trusted - {peer})
-        self.differing.add(peer)
+    def distrust(self, peer: str, found: Difference) -> None:
+        """An audit found that rows from `peer` differ from ours."""
+        self._mirror.distrust(peer)
+        self.stats.compared = len(self._mirror.trusted)
+        self._note(peer, found, parts=False)
+
+    # -- what the tracker says ----------------------------------------------------------------
+
+    def report(self) -> CanaryReport:
+        """What the tracker is to compare."""
+        self.changed.clear()
+        return CanaryReport(pack_canaries(self._sketches), self.cannot)
+
+    def judged(self, namespace: str, report: CanaryReport, found: Comparison) -> None:
+        """What the tracker found about our `report`."""
+        if report.packed != pack_canaries(self._sketches):  # a reset came in between
+            return
+        self._mirror.set_compared(found.verdict is Verdict.COMPARED)
+        self.stats.compared = len(self._mirror.trusted)
+        if found.difference is not None:
+            spawn(self._leave(namespace, found.peer, found.difference))
+
+    async def _leave(self, namespace: str, peer: str, found: Difference) -> None:
+        if namespace == self._namespace.current:
+            self._note(peer, found, parts=True)
+            await self._namespace.part(namespace)
+
+    def mirror_changed(self) -> None:
+        """The mirror has applied an update."""
+        differing = self._mirror.differing
+        new, self._told = differing.keys() - self._told, frozenset(differing)
+        for peer in new:
+            if (found := differing[peer].difference) is not None:
+                self._note(peer, found, parts=False)
+        self.stats.compared = len(self._mirror.trusted)
+
+    def _note(self, peer: str, found: Difference, *, parts: bool) -> None:
         self.stats.differing += 1
         self.stats.peer, self.stats.layer = peer, found.layer
         self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
         self._differs(peer, found, parts)
-
-    def doubt(self, peer: str) -> None:
-        """Compare again: `peer` does not trust us, perhaps since a reset that we missed."""
-        self._set_trusted(self._trusted - {peer})
-        self._compared = {(name, key) for name, key in self._compared if name != peer}
-        self._news.set()
-
-    def trusts(self, peer: str) -> bool:
-        return self._sketch is None or peer in self._trusted
-
-    def members_changed(self, members: frozenset[str]) -> None:
-        self._set_trusted(self._trusted & members)
-        self.differing &= members
-        self._tried = {(peer, key) for peer, key in self._tried if peer in members}
-        self._compared = {(peer, key) for peer, key in self._compared if peer in members}
-        self._news.set()
-
-    def computed(self, keys: Iterable[bytes]) -> None:
-        """This engine computed these chunks, and peers may copy them."""
-        for key in keys:
-            self._own[key] = None
-            if len(self._own) > _MAX_OWN:
-                self._own.popitem(last=False)
-        self._news.set()
-
-    def answer(
-        self, version: object, namespace: str, peer: str, key: bytes, sketch: Sketch
-    ) -> Sketch | None:
-        """Our sketch for `peer`, which sends its own; None if we have not computed the chunk.
-
-        Raises LinkError.
-        """
-        check_version(version)
-        other = _checked(sketch)
-        if namespace != self._namespace.current or peer not in self._mirror.peers.members:
-            return None
-        own = self._own_sketch(key)
-        if own and other and own.keys() & other.keys():
-            spawn(self._judge(peer, key, own, other))
-        return own
-
-    def _own_sketch(self, key: bytes) -> Sketch | None:
-        return self._probes.get(key) or (self._sketch(key) if self._sketch is not None else None)
-
-    async def run(self) -> None:
-        """Compare with peers until cancelled."""
-        while True:
-            with suppress(TimeoutError):  # peers may have published something
-                await within(_MAX_PAUSE, self._news.wait())
-            self._news.clear()
-            for peer in self._mirror.peers.members - self.differing:
-                key = self._common_chunk(peer)
-                if key is not None:
-                    await self._compare(peer, key)
-            await asyncio.sleep(_MIN_PAUSE)
-
-    def _common_chunk(self, peer: str) -> bytes | None:
-        """A chunk to compare: of a peer that is trusted already, only a canary's."""
-        if peer in self._trusted:
-            done = self._tried, self._compared
-            new = (key for key in self._probes if not any((peer, key) in each for each in done))
-            return next(new, None)
-        bit = self._mirror.peers.set_of((peer,))
-        published = (key for key in reversed(self._own) if self._mirror.full_set(key) & bit)
-        keys = itertools.chain(self._probes, published)
-        return next((key for key in keys if (peer, key) not in self._tried), None)
-
-    async def _compare(self, peer: str, key: bytes) -> None:
-        own = self._own_sketch(key)
-        if own is None:  # it was evicted
-            self._own.pop(key, None)
-            return
-        try:
-            other = await self._ask(peer, key, own)
-        except Exception as error:  # whatever it is, the peer is not trusted
-            self._log.warn(peer, "cannot compare: peer=%s error=%r", peer, error)
-            return
-        if self._own_sketch(key) != own:  # a reset came in between
-            return
-        if other is None or not own.keys() & other.keys():
-            if len(self._tried) >= _MAX_TRIED:
-                self._tried.clear()
-            self._tried.add((peer, key))
-        else:
-            await self._judge(peer, key, own, other)
-
-    async def _judge(self, peer: str, key: bytes, own: Sketch, other: Sketch) -> None:
-        if peer in self.differing:
-            return  # it was faster
-        found = difference(own, other)
-        if found is None:
-            if peer not in self._mirror.peers.members:
-                return
-            if key in self._probes:
-                self._compared.add((peer, key))
-            if peer in self._trusted:
-                return
-            self._set_trusted(self._trusted | {peer})
-            logger.info("peer computes equal rows: incarnation=%s peer=%s", self._incarnation, peer)
-            return
-        # Also of one that has left meanwhile, perhaps because it was faster to find out.
-        parts = peer == self._mirror.eldest
-        self.distrust(peer, found, parts=parts)
-        if parts:
-            await self._namespace.part()
-
-    async def _ask(self, peer: str, key: bytes, own: Sketch) -> Sketch | None:
-        address = self._mirror.peers.address(peer)
-        if address is None:
-            raise LinkError("it has left")
-        question = PROTOCOL_VERSION, self._namespace.current, self._incarnation, key, own
-        return _checked(await ask(_DEADLINE, address, replica_uid(peer), "sketch", *question))
-
-    def _set_trusted(self, trusted: frozenset[str]) -> None:
-        self._trusted = trusted
-        if self._sketch is not None:
-            self._mirror.trust(trusted)
-        self.trusts_all = self._sketch is None or trusted >= self._mirror.peers.members
-        self.stats.compared = len(trusted)
-
-
-def _checked(sketch: Any) -> Sketch | None:
-    """Raises LinkError."""
-    if sketch is None or (isinstance(sketch, dict) and all(map(_is_layer, sketch.items()))):
-        return sketch
-    raise LinkError(f"malformed sketch: {shown(sketch)}")
-
-
-def _is_layer(item: tuple[object, object]) -> bool:
-    match item:
-        case (str(), (str(), [*samples])):
-            return all(isinstance(each, float) and math.isfinite(each) for each in samples)
-    return False

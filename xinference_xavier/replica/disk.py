@@ -43,8 +43,8 @@ from xinference_xavier.disk import DamagedRowError, Store
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.sketches import Difference, Sketch, difference
 from xinference_xavier.protocol.transfer import PullResult
-from xinference_xavier.replica.canary import Difference, Sketch, difference
 from xinference_xavier.runtime.aio import DaemonThreads, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import DiskStats

@@ -29,7 +29,6 @@ from xinference_xavier.protocol.transfer import (
     check_grant,
 )
 from xinference_xavier.replica import reach
-from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk, DiskState
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import EventReporter, Publisher
@@ -64,7 +63,6 @@ class Fetcher:
         process: TransferProcess,
         namespace: SharedNamespace,
         mirror: Mirror,
-        canary: Canary,
         disk: Disk,
         publisher: Publisher,
         events: EventReporter,
@@ -75,7 +73,6 @@ class Fetcher:
         self._process = process
         self._namespace = namespace
         self._mirror = mirror
-        self._canary = canary
         self._disk = disk
         self._publisher = publisher
         self._events = events
@@ -115,8 +112,6 @@ class Fetcher:
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
-            if reason == "not compared":
-                self._canary.doubt(fetch.source)
         except TimeoutError:
             reason = "timeout"
         except (XavierError, *UNREACHABLE) as error:
@@ -133,7 +128,7 @@ class Fetcher:
             self._finish(fetch, reason)
 
     async def _grant(self, fetch: Fetch, peer: Peer) -> Grant:
-        if not self._canary.trusts(fetch.source):
+        if peer.name not in self._mirror.trusted:
             raise GrantRefusedError("not compared")
         request = GrantRequest(
             PROTOCOL_VERSION,
@@ -231,7 +226,7 @@ class Fetcher:
     def _differs(self, donor: str) -> bool:
         if donor == DISK:
             return self._disk.state is DiskState.DIFFERS
-        return donor in self._canary.differing
+        return self._mirror.differs(donor)
 
     def _commit(
         self, fetch: Fetch, peer: Peer | None, checksums: Sequence[int], result: PullResult

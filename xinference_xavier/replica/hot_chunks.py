@@ -30,7 +30,6 @@ from xinference_xavier.pool.pool import PORTION, Pool, Row
 from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, unpack_hot
-from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.kept_prefixes import KeptPrefixes
@@ -233,7 +232,6 @@ class WarmJoin:
         key_bytes: int,
         pool: Pool,
         mirror: Mirror,
-        canary: Canary,
         fetcher: Fetcher,
         process: TransferProcess,
         ended: asyncio.Event,
@@ -243,7 +241,6 @@ class WarmJoin:
         self._key_bytes = key_bytes
         self._pool = pool
         self._mirror = mirror
-        self._canary = canary
         self._fetcher = fetcher
         self._process = process
         self.ended = ended
@@ -280,11 +277,11 @@ class WarmJoin:
         """Fetch from peers that hold something, as soon as they are known to compute alike."""
         asked: set[str] = set()
         while self._mirror.enabled and len(self._mirror) and time.monotonic() < deadline:
-            new = {each for each in self._mirror.peers.serving - asked if self._canary.trusts(each)}
-            if new:
+            peers = self._mirror.peers
+            if new := peers.serving & self._mirror.trusted - asked:
                 asked |= new
                 await self._fetch_hottest(new, deadline)
-            elif self._mirror.peers.members <= asked | self._canary.differing:
+            elif peers.members <= asked | peers.unlike:
                 return
             else:
                 await asyncio.sleep(_LOOK)

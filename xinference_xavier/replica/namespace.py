@@ -63,9 +63,12 @@ class SharedNamespace:
             await self._begin(self.lasting)
             return True
 
-    async def part(self) -> None:
-        """Leave peers that compute different rows: move to the next namespace of a series."""
+    async def part(self, namespace: str) -> None:
+        """Leave peers that compute different rows in `namespace`, unless that is done: move to the
+        next one of a series."""
         async with self._moving:
+            if namespace != self.current:
+                return
             self.parts += 1
             await self._change(f"{self._base}~{self.parts}")
 

@@ -28,9 +28,10 @@ from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
 from xinference_xavier.protocol.prefixes import Kept
+from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, HotChunks
-from xinference_xavier.replica.canary import Canary, Difference, ProbeResult, Sketch
+from xinference_xavier.replica.canary import Audited, Canary, Computed, Lost, ProbeResult
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import (
@@ -69,8 +70,8 @@ class Engine:
     """What the replica asks of its engine, on the background thread."""
 
     chunker: Chunker
-    sketch: Callable[[bytes], Sketch | None] | None
-    """Samples a chunk that it computed and still has. Without, all peers are trusted."""
+    cannot_compare: str
+    """Why it computes no canaries; empty if it does."""
     stats: Callable[[], dict[str, Any]]  # JSON-able
     load: Callable[[], Load | None]  # None while it starts
     work_on_probes: Callable[[], list[ProbeResult]]
@@ -99,12 +100,6 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 
     def release(self, grant_id: int) -> None:
         self._replica.donor.grants.release(grant_id)
-
-    def sketch(
-        self, version: object, namespace: str, peer: str, key: bytes, sketch: Sketch
-    ) -> Sketch | None:
-        """Raises LinkError."""
-        return self._replica.canary.answer(version, namespace, peer, key, sketch)
 
     def hottest(self, most: int) -> HotChunks:
         return self._replica.recent.hottest(most)
@@ -178,7 +173,9 @@ class Replica:
         self._pool = tier.pool
         self._disk = tier.disk
         self._fingerprint_fields = fingerprint_fields or {}
-        self._never_sharing = not_sharing
+        self._never_sharing = not_sharing or (
+            NotSharing.CANNOT_COMPARE if engine.cannot_compare else None
+        )
         self._host = own_host(config.host, config.tracker)
         self._thread = LoopThread("xavier-replica", self._begin)
         self.process = TransferProcess(
@@ -189,6 +186,12 @@ class Replica:
             transports=TRANSPORTS.get(config.transport, (config.transport,)),
         )
         warm_join_ended = asyncio.Event()
+        self._namespace = SharedNamespace(namespace, self._move)
+        if not not_sharing:
+            self._disk.move(self._namespace.lasting)
+        self.canary = Canary(
+            self.mirror, self._namespace, self._differs, cannot=engine.cannot_compare
+        )
         self._client = TrackerClient(
             model_uid=config.model_uid,
             incarnation=incarnation,
@@ -196,6 +199,7 @@ class Replica:
             key_bytes=key_bytes,
             locate=TrackerLocation(config).find,
             mirror=self.mirror,
+            canary=self.canary,
             publisher=Publisher(incarnation, partial(shared_keys, self._pool)),
             process=self.process,
             events=EventReporter(config, incarnation),
@@ -206,12 +210,6 @@ class Replica:
             on_members=self._members_changed,
             replica=replica_name(incarnation, config.replica),
         )
-        self._namespace = SharedNamespace(namespace, self._move)
-        if not not_sharing:
-            self._disk.move(self._namespace.lasting)
-        self.canary = Canary(
-            incarnation, engine.sketch, self.mirror, self._namespace, self._differs
-        )
         self._fetcher = Fetcher(
             incarnation=incarnation,
             pool=self._pool,
@@ -219,20 +217,18 @@ class Replica:
             process=self.process,
             namespace=self._namespace,
             mirror=self.mirror,
-            canary=self.canary,
             disk=self._disk,
             publisher=self._client.publisher,
             events=self._client.events,
         )
         # Without xinference nothing holds requests back meanwhile.
-        waits = config.replica is None or engine.sketch is None
+        waits = config.replica is None and self._never_sharing is None
         self.warm_join = WarmJoin(
-            config.warm_join if waits and not not_sharing else 0.0,
+            config.warm_join if waits else 0.0,
             incarnation=incarnation,
             key_bytes=key_bytes,
             pool=self._pool,
             mirror=self.mirror,
-            canary=self.canary,
             fetcher=self._fetcher,
             process=self.process,
             ended=warm_join_ended,
@@ -286,7 +282,6 @@ class Replica:
                 self.process.run(),
                 self._client.run(address),
                 self._background.checksums.run(),
-                self.canary.run(),
                 self._housekeep(),
                 self.warm_join.run(),
                 self._end_late_links(),
@@ -311,7 +306,6 @@ class Replica:
                 logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
 
     def _members_changed(self, members: frozenset[str]) -> None:
-        self.canary.members_changed(members)
         spawn(self._end_links())
 
     async def _end_links(self) -> None:
@@ -330,12 +324,12 @@ class Replica:
     def _offer(self, keys: list[bytes]) -> None:
         """The engine computed these chunks, and they may be shared from now on."""
         self._client.publisher.enqueue(keys, held=True)
-        self.canary.computed(keys)
 
     def _differs(self, peer: str, found: Difference, parts: bool) -> None:
         """What we have fetched from the peer may be wrong, too. If we leave the namespace, so may
-        what we have from its other members, with which we can no longer compare ourselves."""
-        self._client.events.differs(peer, found)
+        what we have from its other members."""
+        if parts:
+            self._client.events.differs(peer, found)
         self._forget(lambda row: row.origin is not None and (parts or row.origin == peer))
 
     async def _housekeep(self) -> None:
@@ -353,26 +347,27 @@ class Replica:
             sharing_log.update(self._not_sharing(), len(self.mirror.peers.members))
 
     def _take_result(self, result: ProbeResult) -> None:
-        """Compare peers by a canary. After a failed audit, drop all rows with the same origin as
-        the chunk, and fetch no more from there."""
         stats = self.canary.stats
-        if result.lost:
-            stats.lost_probes += 1
-            return
-        if result.key is not None:
-            self.canary.probed(result.key, result.sketch)
-            self._disk.probed(result.key, result.sketch)
-            return
-        stats.audits += 1
-        if result.difference is None:
-            return
-        stats.failed_audits += 1
-        self._client.events.audit_failed(result.donor, result.difference)
-        if result.donor == DISK:
-            self._disk.distrust(result.difference)
-        elif result.donor is not None:
-            self.canary.distrust(result.donor, result.difference)
-        self.flush(result.donor)
+        match result:
+            case Lost():
+                stats.lost_probes += 1
+            case Computed(name, sketch):
+                self.canary.computed(name, sketch)
+                self._disk.probed(name.encode(), sketch)
+            case Audited(donor, found):
+                stats.audits += 1
+                if found is not None:
+                    stats.failed_audits += 1
+                    self._audit_failed(donor, found)
+
+    def _audit_failed(self, donor: str | None, found: Difference) -> None:
+        """Drop all rows with the same origin, and fetch no more from there."""
+        self._client.events.audit_failed(donor, found)
+        if donor == DISK:
+            self._disk.distrust(found)
+        elif donor is not None:
+            self.canary.distrust(donor, found)
+        self.flush(donor)
 
     def _not_sharing(self) -> NotSharing | None:
         """Why the replica cannot fetch from any peer; None if it can."""
@@ -388,7 +383,7 @@ class Replica:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers.members:
             return NotSharing.NO_PEERS if self._namespace.lasting else NotSharing.ALONE
-        if not any(map(self.canary.trusts, self.mirror.peers.members)):
+        if not self.mirror.trusted:
             return NotSharing.NOT_COMPARED
         return None
 
@@ -401,7 +396,7 @@ class Replica:
             request,
             namespace=self._namespace.current if shares else None,
             sequence=self._client.publisher.last_sequence,
-            trusts=self.canary.trusts,
+            trusts=self.mirror.may_fetch,
         )
         self._disk.used(request.keys[: len(grant.checksums)])
         return grant

@@ -30,6 +30,7 @@ from xinference_xavier.events import (
 )
 from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, RequestReport
+from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import (
     MAX_PACKED_BYTES,
     MAX_REPORTED,
@@ -37,7 +38,6 @@ from xinference_xavier.protocol.tracker import (
     Outcome,
     pack,
 )
-from xinference_xavier.replica.canary import Difference
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,8 @@ _EXPLAINED = {
     NotSharing.RESETTING: "the prefix cache is being reset",
     NotSharing.NO_TRANSFER_PROCESS: "the transfer process ended and is being restarted",
     NotSharing.ALONE: "the weights may have changed and have no version",
-    NotSharing.NOT_COMPARED: "no peer has computed the same chunk yet, or none equally",
+    NotSharing.CANNOT_COMPARE: "the engine cannot compute a text for comparison; see the status",
+    NotSharing.NOT_COMPARED: "the engine or its peers have not computed the canary yet",
     NotSharing.NO_PEERS: "no other replica in this namespace",
 }
 

@@ -4,7 +4,8 @@ Threading: the replica's background loop. Any thread may read the mirror.
 
 Life cycle: `run` serves one session after the other until it is cancelled or the replica leaves.
 
-    locate → join → publish all holdings → { watch, heartbeat, publish, report whether it serves }
+    locate → join → publish all holdings → { watch, heartbeat, publish, compare,
+                                             report whether it serves }
        ↑______________ wait a little ← any failure ______________|
 
 The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the mirror stays.
@@ -27,6 +28,7 @@ from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
     MAX_REPORTED,
     PROTOCOL_VERSION,
+    Comparison,
     JoinReply,
     Member,
     NotMemberError,
@@ -34,6 +36,7 @@ from xinference_xavier.protocol.tracker import (
     pack,
     tracker_uid,
 )
+from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.reports import (
     ClientCounts,
     EventReporter,
@@ -95,6 +98,7 @@ class TrackerClient:
 
     - `replica` is the name that it keeps over its incarnations.
     - `locate` returns the address of the tracker's pool, or raises while there is no tracker.
+    - `canary` has what the tracker is to compare.
     - `process` gets the model's secret at every join, before peers learn the holdings. The tracker
       is told at once whether it is ready, because peers can fetch only then.
     - `events` hears of sessions; what it has pending is removed once delivered.
@@ -116,6 +120,7 @@ class TrackerClient:
         key_bytes: int,
         locate: Callable[[], Awaitable[str]],
         mirror: Mirror,
+        canary: Canary,
         publisher: Publisher,
         process: TransferProcess,
         events: EventReporter,
@@ -133,6 +138,7 @@ class TrackerClient:
         self.publisher = publisher
         self._model_uid = model_uid
         self._incarnation = incarnation
+        self._canary = canary
         self.namespace = namespace
         self._key_bytes = key_bytes
         self._locate = locate
@@ -220,6 +226,7 @@ class TrackerClient:
                 tasks.create_task(self._send_heartbeats(namespace, lease))
                 tasks.create_task(self.publisher.run(partial(self._call, namespace)))
                 tasks.create_task(self._tell_serving(namespace))
+                tasks.create_task(self._compare(namespace))
                 tasks.create_task(self._load_reporter.run(partial(self._call, namespace)))
         except Exception as error:
             self.counts.failures += 1
@@ -231,11 +238,12 @@ class TrackerClient:
         address = await within(LOCATE_DEADLINE, self._locate())
         uid = tracker_uid(self._model_uid)
         self._tracker = await within(CALL_DEADLINE, xoscar.actor_ref(address=address, uid=uid))
-        settings = self.mirror.settings
+        settings, report = self.mirror.settings, self._canary.report()
         call = self._tracker.join(
-            namespace, member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION
+            namespace, member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION, report
         )
         reply: JoinReply = await within(CALL_DEADLINE, call)
+        self._canary.judged(namespace, report, reply.comparison)
         self.mirror.peers.expect(reply.epoch, reply.lease)
         self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
         spawn(self._process.configure(reply.secret))
@@ -255,6 +263,7 @@ class TrackerClient:
             )
             for _ in mirror.apply_in_pieces(update):
                 await asyncio.sleep(PIECE_PAUSE)
+            self._canary.mirror_changed()
             self._tell_members()
 
     def _tell_members(self) -> None:
@@ -279,6 +288,13 @@ class TrackerClient:
             self._process.ready_changed.clear()
             await self._call(namespace, "set_serving", self._process.ready)
             await self._process.ready_changed.wait()
+
+    async def _compare(self, namespace: str) -> None:
+        while True:
+            await self._canary.changed.wait()
+            report = self._canary.report()
+            found: Comparison = await self._call(namespace, "compare", report)
+            self._canary.judged(namespace, report, found)
 
     async def _call(self, namespace: str, method: str, *args: Any, wait: float = 0.0) -> Any:
         """Call a method of the tracker, which may take `wait` seconds longer than others."""

@@ -549,16 +549,19 @@ class ReplicaStatus(ReplicaStats):
     """`ReplicaStats`, and what the tracker knows of the replica.
 
     `replica` is xinference's name for it, `incarnation` vLLM's engine id, `address` that of its
-    actor. Replicas share within a `namespace`. `serves`: peers can fetch from it now. `stale`: it
-    did not answer, and its stats are those of its last heartbeat. `draining`: it gets no more
-    requests, and will be removed. `sequence` is the number of its last publication. `raw` is the
-    server's answer.
+    actor. Replicas share within a `namespace` if their `verdict` is `compared`; it may also be
+    `not compared yet`, `differs` or `cannot compare`, with the `verdict_reason`. `serves`: peers
+    can fetch from it now. `stale`: it did not answer, and its stats are those of its last
+    heartbeat. `draining`: it gets no more requests, and will be removed. `sequence` is the number
+    of its last publication. `raw` is the server's answer.
     """
 
     incarnation: str
     address: str
     namespace: str
     serves: bool = True
+    verdict: str = ""
+    verdict_reason: str = ""
     replica: str = ""
     holdings: int = metric("published_chunks", "Chunks that the replica offers to peers.")
     stale: bool = False

@@ -41,7 +41,10 @@ from xinference_xavier.protocol.load import (
 )
 from xinference_xavier.protocol.prefixes import LORA, NewPrefix
 from xinference_xavier.protocol.tracker import (
+    NO_CANARIES,
     PROTOCOL_VERSION,
+    CanaryReport,
+    Comparison,
     JoinReply,
     Member,
     Outcome,
@@ -165,14 +168,16 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         settings: Settings,
         replica: str = "",
         version: int = PROTOCOL_VERSION,
+        report: CanaryReport = NO_CANARIES,
     ) -> JoinReply:
         """Add `member` to `namespace`, or renew its lease.
 
         `key_bytes` is the length of its chunk keys, `replica` xinference's name for it. `settings`
         are the newest it has seen: a new tracker learns from them whether sharing is switched off.
+        It learns from `report` what the replica computes.
         """
         check_version(version)
-        index = self._namespaces.join(namespace, member, key_bytes, self._clock())
+        index = self._namespaces.join(namespace, member, key_bytes, self._clock(), report)
         if settings.version > self._namespaces.settings.version:
             # What an earlier tracker would have put back has ended with it.
             self._namespaces.configure(settings.put_back())
@@ -180,7 +185,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         event = self._membership.joined(replica, member)
         if event is not None:
             self._events.add(event)
-        return JoinReply(self._secret, self._lease, index.epoch, index.sequence(member.incarnation))
+        sequence = index.sequence(member.incarnation)
+        comparison = index.comparison(member.incarnation)
+        return JoinReply(self._secret, self._lease, index.epoch, sequence, comparison)
+
+    async def compare(self, namespace: str, incarnation: str, report: CanaryReport) -> Comparison:
+        """Compare what `incarnation` has computed with what the first in its namespace has. Raises
+        NotMemberError."""
+        return self._namespaces.find_member(namespace, incarnation).compare(incarnation, report)
 
     async def heartbeat(
         self,

@@ -147,7 +147,11 @@ async def _status(
     index = namespace.index
     replicas: list[dict[str, Any]] = [
         {
-            **lease.member._asdict(),
+            "incarnation": lease.member.incarnation,
+            "address": lease.member.address,
+            "serves": lease.member.serves,
+            "verdict": lease.member.comparison.verdict.value,
+            "verdict_reason": lease.member.comparison.reason,
             "replica": name_of(lease.member.incarnation),
             "draining": lease.member.incarnation in draining,
             "holdings": len(lease.keys),

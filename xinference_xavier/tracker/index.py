@@ -14,6 +14,8 @@ repeated publication neither loses a key nor revives one.
 **Revisions.** Every change that a watcher could see raises the revision. Changes are kept in a log
 that is bounded in bytes. A watcher that is further behind than the log reaches, or that followed
 another index (another epoch), gets a snapshot. Members travel as changes, too: there may be many.
+Those that were found to differ leave at once, so each update lists them: whoever has rows of theirs
+must not miss it.
 
 **Claims.** A claim is a hint. It ends when its chunks are published, when the request that made it
 ends, when its replica is lost, and when its time is up.
@@ -29,10 +31,12 @@ from typing import NamedTuple
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
     Change,
+    Comparison,
     Member,
     Outcome,
     Settings,
     Update,
+    Verdict,
     pack,
     unpack,
 )
@@ -87,6 +91,7 @@ class Index:
         self.revision = 0
         self.key_bytes = 0
         self.dropped = 0
+        self.differing: dict[str, Member] = {}  # the latest, also after they have left
         self._max_keys = max_keys
         self._log_bytes = log_bytes
         self._leases: dict[str, Lease] = {}
@@ -115,6 +120,7 @@ class Index:
         else:
             self._leases[member.incarnation] = Lease(member, now + self.lease)
             self._record(member)
+        self._list_differing(member)
 
     def renew(self, incarnation: str, now: float) -> bool:
         """Extend the lease; False if `incarnation` is not a member."""
@@ -128,6 +134,16 @@ class Index:
         """Whether peers can fetch from `incarnation` from now on. Does nothing for a non-member."""
         if incarnation in self._leases:
             self._replace(self._leases[incarnation].member._replace(serves=serves))
+
+    def judge(self, incarnation: str, comparison: Comparison) -> None:
+        """What a member's canaries have shown."""
+        member = self._leases[incarnation].member._replace(comparison=comparison)
+        self._replace(member)
+        self._list_differing(member)
+
+    def comparison(self, incarnation: str) -> Comparison:
+        lease = self._leases.get(incarnation)
+        return Comparison() if lease is None else lease.member.comparison
 
     def leave(self, incarnation: str) -> Member | None:
         """Return the former member, None if `incarnation` was none."""
@@ -208,7 +224,15 @@ class Index:
         """Return the changes since `revision` except the `watcher`'s own publications."""
         is_behind = epoch != self.epoch or not self._log_start <= revision <= self.revision
         parts = self._everything(watcher) if is_behind else self._news_since(revision, watcher)
-        return Update(self.revision, self.epoch, is_behind, self.settings, self.key_bytes, *parts)
+        return Update(
+            self.revision,
+            self.epoch,
+            is_behind,
+            self.settings,
+            self.key_bytes,
+            *parts,
+            tuple(self.differing.values()),
+        )
 
     def _everything(self, watcher: str) -> Parts:
         changes = tuple(
@@ -229,7 +253,6 @@ class Index:
                 left.append(entry.incarnation)
             elif entry.incarnation != watcher:
                 changes.append(entry)
-        # In the order of their leases: one that changed last may have joined first.
         members = (member for member in self.members() if member.incarnation in changed)
         return tuple(members) if changed else (), tuple(reversed(changes)), tuple(left)
 
@@ -243,6 +266,13 @@ class Index:
         if author != self._author:
             self._author, self._revision_by_others = author, self.revision
         self.revision += 1
+
+    def _list_differing(self, member: Member) -> None:
+        self.differing.pop(member.incarnation, None)
+        if member.comparison.verdict is Verdict.DIFFERS:
+            self.differing[member.incarnation] = member
+            if len(self.differing) > MAX_MEMBERS:
+                del self.differing[next(iter(self.differing))]
 
     def _replace(self, member: Member) -> None:
         lease = self._leases[member.incarnation]

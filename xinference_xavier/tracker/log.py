@@ -49,7 +49,7 @@ class Membership:
 
     def joined(self, name: str, member: Member) -> Event | None:
         """The event to report; None for a member that only renews or changes its namespace."""
-        incarnation, address, _ = member
+        incarnation = member.incarnation
         name = name or incarnation
         has_joined = self._names.get(incarnation) == name
         self._names[incarnation] = name
@@ -60,7 +60,10 @@ class Membership:
         else:
             event = ReplicaJoined
         return event(
-            model_uid=self._model_uid, replica=name, incarnation=incarnation, address=address
+            model_uid=self._model_uid,
+            replica=name,
+            incarnation=incarnation,
+            address=member.address,
         )
 
     def name_of(self, incarnation: str) -> str:

@@ -12,16 +12,22 @@ import contextlib
 from collections.abc import Callable, ItemsView, Iterator
 from typing import Any
 
+from xinference_xavier.protocol.sketches import unpack_canaries
 from xinference_xavier.protocol.tracker import (
+    NO_CANARIES,
+    CanaryReport,
+    Comparison,
     Member,
     NotMemberError,
     Outcome,
     Settings,
     TrackerFullError,
     Update,
+    Verdict,
     unpack,
 )
 from xinference_xavier.tracker.index import MAX_MEMBERS, Claims, Index
+from xinference_xavier.tracker.judge import Judge
 
 SPACING_PER_WATCHER = 0.0005
 """Seconds between two notifications, for each watcher. Twice what an update costs the tracker's
@@ -93,12 +99,14 @@ MAX_NAMESPACES = 1000
 
 
 class Namespace:
-    """One namespace: its index, its members' claims and latest stats, and its watchers."""
+    """One namespace: its index, its members' claims and latest stats, who of them computes the
+    same, and its watchers."""
 
     def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
         self.index = index
         self._on_change = on_change
         self.claims = Claims()
+        self.judge = Judge()
         self.stats: dict[str, dict[str, Any]] = {}
         self.watchers = WatcherBatcher()
 
@@ -112,8 +120,18 @@ class Namespace:
         self.wake()
         return outcome
 
+    def compare(self, incarnation: str, report: CanaryReport) -> Comparison:
+        """Raises ValueError for malformed canaries."""
+        found = self.judge.compare(incarnation, unpack_canaries(report.packed), report.cannot)
+        self.index.judge(incarnation, found)
+        self.wake()
+        return found
+
     def claim(self, incarnation: str, packed: bytes, now: float, seconds: float) -> int:
+        """Nobody waits for a replica of which nothing can be fetched, nor does that one wait."""
         keys = unpack(packed, self.index.key_bytes)
+        if self.index.comparison(incarnation).verdict is not Verdict.COMPARED:
+            return 0
         return self.claims.claim(incarnation, keys, now, seconds)
 
     def release(self, incarnation: str, packed: bytes) -> None:
@@ -171,8 +189,17 @@ class Namespaces:
         moving = (member for member, _ in self._moving.values())
         return list(dict.fromkeys([*self.all_members(), *moving]))
 
-    def join(self, name: str, member: Member, key_bytes: int, now: float) -> Index:
-        """Like `Index.join`; also raises TrackerFullError beyond the limits."""
+    def join(
+        self,
+        name: str,
+        member: Member,
+        key_bytes: int,
+        now: float,
+        report: CanaryReport = NO_CANARIES,
+    ) -> Index:
+        """Like `Index.join`; also raises TrackerFullError beyond the limits, and ValueError for
+        malformed canaries."""
+        canaries = unpack_canaries(report.packed)
         namespace = self._all.get(name) or self._create(name)
         is_new = member.incarnation not in namespace.index
         if is_new and sum(len(each.index) for each in self._all.values()) >= MAX_MEMBERS:
@@ -180,7 +207,8 @@ class Namespaces:
                 f"replica {member.incarnation!r} exceeds the {MAX_MEMBERS} of model "
                 f"{self._model_uid!r}; launch a second model uid"
             )
-        namespace.index.join(member, key_bytes, now)
+        found = namespace.judge.compare(member.incarnation, canaries, report.cannot)
+        namespace.index.join(member._replace(comparison=found), key_bytes, now)
         self._all[name] = namespace
         namespace.wake()
         self._moving.pop(member.incarnation, None)

@@ -1,0 +1,227 @@
+"""The tracker compares what each member has computed with what the first of its namespace has."""
+
+import math
+
+import pytest
+
+from tests.harness.comparisons import SAMPLES, compared, report, sketch
+from xinference_xavier.protocol.sketches import Difference, Sketch, difference, unpack_canaries
+from xinference_xavier.protocol.tracker import (
+    NO_CANARIES,
+    CanaryReport,
+    Comparison,
+    Member,
+    NotMemberError,
+    Settings,
+    Verdict,
+)
+from xinference_xavier.tracker.actor import BlockTracker
+from xinference_xavier.tracker.judge import Judge
+
+BF16: Sketch = {"layer 0": ("float32", SAMPLES), "layer 1": ("bfloat16", SAMPLES)}
+BYTES: Sketch = {"layer": ("bytes", [0.0, 255.0, 100.0, 200.0])}
+ZEROS: Sketch = {"layer": ("float32", [0.0, 0.0])}
+
+
+def scaled(factor: float, layer: str = "layer 1") -> Sketch:
+    dtype, samples = BF16[layer]
+    return {**BF16, layer: (dtype, [factor * sample for sample in samples])}
+
+
+def bytes_of(*samples: float) -> Sketch:
+    return {"layer": ("bytes", samples)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (BF16, BF16, None),
+        (BF16, scaled(1.05), None),
+        (BF16, scaled(1.005, "layer 0"), None),
+        (ZEROS, ZEROS, None),
+        (BF16, {"layer 0": BF16["layer 0"]}, None),
+        ({"layer 0": BF16["layer 0"]}, BF16, None),
+        (BF16, scaled(1.5), ("layer 1", 1 / 3)),
+        (BF16, scaled(1.02, "layer 0"), ("layer 0", 0.02 / 1.02)),
+        (BF16, scaled(-1.0), ("layer 1", 2.0)),
+        (BF16, {**BF16, "layer 1": ("float16", SAMPLES)}, ("layer 1", math.inf)),
+        (BF16, {**BF16, "layer 1": ("bfloat16", SAMPLES[:2])}, ("layer 1", math.inf)),
+        (BYTES, bytes_of(2, 253, 7, 9), None),
+        (BYTES, bytes_of(254, 1, 7, 9), None),
+        (BYTES, bytes_of(3, 252, 7, 200), ("layer", 0.75)),
+    ],
+    ids=[
+        "none",
+        "rounding to bfloat16",
+        "rounding to float32",
+        "zeros",
+        "a layer that the other lacks: its rows may not be stored yet",
+        "a layer that ours lacks",
+        "half as much again",
+        "more than rounding to float32",
+        "another sign",
+        "another type",
+        "another number of samples",
+        "half of the bytes",
+        "a byte that wraps around",
+        "more than half of the bytes",
+    ],
+)
+def test_a_difference_is_relative_to_the_size_of_the_samples(
+    one: Sketch, other: Sketch, expected: tuple[str, float] | None
+) -> None:
+    found = difference(one, other)
+    assert found == (expected and (expected[0], pytest.approx(expected[1])))
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"[]",
+        b'{"short": {"layer": ["float32", [NaN]]}}',
+        b'{"short": {"layer": ["float32", ["1"]]}}',
+        b'{"short": {"layer": ["object", [1.0]]}}',
+    ],
+)
+def test_malformed_canaries_are_refused(packed: bytes) -> None:
+    with pytest.raises(ValueError, match="malformed canaries"):
+        unpack_canaries(packed)
+
+
+FIRST_DIFFERS = Comparison(
+    Verdict.DIFFERS, "layer 1 by 50%", "first", Difference("layer 1", pytest.approx(0.5))
+)
+
+
+class TestVerdict:
+    @pytest.fixture
+    def judge(self) -> Judge:
+        judge = Judge()
+        assert judge.compare("first", {"short": sketch()}).verdict is Verdict.COMPARED
+        return judge
+
+    def test_the_first_is_what_the_others_are_compared_with(self, judge: Judge) -> None:
+        assert judge.compare("like", {"short": sketch()}) == Comparison(Verdict.COMPARED)
+        assert judge.compare("unlike", {"short": sketch(2.0)}) == FIRST_DIFFERS
+        assert judge.compare("like", {"short": sketch()}) == Comparison(Verdict.COMPARED)
+
+    def test_one_that_has_computed_nothing_waits(self, judge: Judge) -> None:
+        assert judge.compare("new", {}) == Comparison(Verdict.WAITING)
+
+    def test_one_that_cannot_compute_anything_says_why(self, judge: Judge) -> None:
+        assert judge.compare("new", {}, "no queue") == Comparison(Verdict.CANNOT, "no queue")
+
+    def test_each_canary_counts(self, judge: Judge) -> None:
+        """Some differ only deep in a prompt."""
+        both = {"short": sketch(), "long": sketch()}
+        assert judge.compare("second", both).verdict is Verdict.COMPARED
+        assert judge.compare("first", {"short": sketch(), "long": sketch(2.0)}) == (
+            FIRST_DIFFERS._replace(peer="second")
+        )
+
+    def test_who_differs_sets_no_example(self, judge: Judge) -> None:
+        judge.compare("unlike", {"short": sketch(2.0), "long": sketch(2.0)})
+        both = {"short": sketch(), "long": sketch()}
+        assert judge.compare("like", both).verdict is Verdict.COMPARED
+
+    def test_nobody_is_compared_by_what_others_lack(self, judge: Judge) -> None:
+        """Its rows of the layers that they have may not be stored yet."""
+        other_layers: Sketch = {"layer 9": ("float32", SAMPLES)}
+        assert judge.compare("new", {"short": other_layers}) == Comparison(Verdict.WAITING)
+        assert judge.compare("new", {"other": sketch()}) == Comparison(Verdict.WAITING)
+
+    def test_layers_that_the_first_lacks_are_compared_among_the_others(self, judge: Judge) -> None:
+        more = {**sketch(), "layer 9": ("float32", SAMPLES)}
+        less = {**sketch(), "layer 9": ("float32", SAMPLES[::-1])}
+        assert judge.compare("second", {"short": more}).verdict is Verdict.COMPARED
+        assert judge.compare("third", {"short": less}).verdict is Verdict.DIFFERS
+
+
+NS = "namespace"
+A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
+
+
+class TestTracker:
+    @pytest.fixture
+    async def tracker(self) -> BlockTracker:
+        return BlockTracker("model")
+
+    async def join(
+        self, tracker: BlockTracker, member: Member, canaries: CanaryReport = NO_CANARIES
+    ) -> Comparison:
+        reply = await tracker.join(NS, member, 4, Settings(), report=canaries)
+        return reply.comparison
+
+    async def members(self, tracker: BlockTracker) -> dict[str, Member]:
+        update = await tracker.watch(NS, "b", "", 0, 0.0)
+        return {member.incarnation: member for member in update.members}
+
+    async def test_a_replica_joins_with_what_it_has_computed(self, tracker: BlockTracker) -> None:
+        """So a tracker that was restarted knows it at once."""
+        assert (await self.join(tracker, A, report(short=1.0))).verdict is Verdict.COMPARED
+        assert (await self.join(tracker, B, report(short=2.0))).peer == "a"
+        members = await self.members(tracker)
+        assert members["a"] == compared("a")
+        assert members["b"].comparison.verdict is Verdict.DIFFERS
+
+    async def test_or_is_compared_later(self, tracker: BlockTracker) -> None:
+        assert (await self.join(tracker, A)).verdict is Verdict.WAITING
+        await self.join(tracker, B)
+        found = await tracker.compare(NS, "a", report(short=1.0))
+        assert found.verdict is Verdict.COMPARED
+        assert (await self.members(tracker))["a"] == compared("a")
+        with pytest.raises(NotMemberError):
+            await tracker.compare(NS, "stranger", report(short=1.0))
+
+    async def test_one_that_joins_again_without_canaries_was_reset(
+        self, tracker: BlockTracker
+    ) -> None:
+        await self.join(tracker, B)
+        await self.join(tracker, A, report(short=1.0))
+        await self.join(tracker, A)
+        assert (await self.members(tracker))["a"] == A
+
+    async def test_the_example_stays_while_the_namespace_has_members(
+        self, tracker: BlockTracker
+    ) -> None:
+        await self.join(tracker, A, report(short=1.0))
+        await self.join(tracker, B, report(short=1.0))
+        await tracker.leave(NS, "a")
+        assert (await self.join(tracker, A, report(short=2.0))).verdict is Verdict.DIFFERS
+        await tracker.leave(NS, "a")
+        await tracker.leave(NS, "b")
+        assert (await self.join(tracker, A, report(short=2.0))).verdict is Verdict.COMPARED
+
+    async def test_one_that_differed_is_named_after_it_has_left(
+        self, tracker: BlockTracker
+    ) -> None:
+        """Others may have rows of it."""
+        await self.join(tracker, B, report(short=1.0))
+        for _ in range(2):
+            await self.join(tracker, A, report(short=2.0))
+            await tracker.leave(NS, "a", moving=True)
+            update = await tracker.watch(NS, "b", "", 0, 0.0)
+            assert [(each.incarnation, each.comparison.reason) for each in update.differing] == [
+                ("a", "layer 1 by 50%")
+            ]
+        await self.join(tracker, A, report(short=1.0))
+        assert (await tracker.watch(NS, "b", "", 0, 0.0)).differing == ()
+
+    async def test_status_says_what_was_found_and_why(self, tracker: BlockTracker) -> None:
+        await self.join(tracker, A, CanaryReport(cannot="no queue"))
+        await self.join(tracker, B, report(short=1.0))
+        replicas = (await tracker.status())["namespaces"][NS]["replicas"]
+        assert [(each["verdict"], each["verdict_reason"]) for each in replicas] == [
+            ("cannot compare", "no queue"),
+            ("compared", ""),
+        ]
+
+    async def test_only_those_who_share_wait_for_each_other(self, tracker: BlockTracker) -> None:
+        await self.join(tracker, A)
+        await self.join(tracker, B, report(short=1.0))
+        assert await tracker.claim(NS, "a", b"key1", 10.0) == 0
+        assert await tracker.claim(NS, "b", b"key1", 10.0) == 0
+        assert await tracker.claim(NS, "a", b"key1", 10.0) == 0
+        await tracker.compare(NS, "a", report(short=1.0))
+        assert await tracker.claim(NS, "a", b"key1", 10.0) == 1
