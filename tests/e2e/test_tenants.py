@@ -1,0 +1,50 @@
+"""With `XINFERENCE_XAVIER_TENANTS=api_key`, on a server with accounts: each API key shares with
+itself, over replicas, and with nobody else."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from examples.local_cluster import REQUEST_TIMEOUT, Completion, LocalCluster, greedy
+from tests.e2e.asking import CHUNK, published, question
+from tests.e2e.conftest import ROOT, launched
+
+pytestmark = pytest.mark.engine
+
+UID = "tenants"
+
+
+@pytest.fixture(scope="module")
+def cluster(model_folder: Path) -> Iterator[LocalCluster]:
+    log = ROOT / "build" / "test-tenants.log"
+    environment = {"PYTHONPATH": str(ROOT), "XINFERENCE_XAVIER_TENANTS": "api_key"}
+    with LocalCluster(log, accounts=True, environment=environment) as cluster:
+        cluster.register(model_folder, "small")
+        with launched(cluster, UID):
+            yield cluster
+
+
+def test_two_keys_share_nothing_and_one_shares_with_itself(cluster: LocalCluster) -> None:
+    one, other = (
+        cluster.call("POST", "/v1/admin/keys", {"name": name})["key"] for name in ("one", "other")
+    )
+
+    def ask(key: str, **more: object) -> Completion:
+        answer = requests.post(
+            f"{cluster.endpoint}/v1/completions",
+            json={"model": UID, "prompt": question(1), **greedy(), **more},
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=REQUEST_TIMEOUT,
+        )
+        answer.raise_for_status()
+        return Completion.of(answer.json(), 0.0)
+
+    _, first = published(cluster, UID, lambda: ask(one))
+    second = ask(one)  # the other replica's turn
+    assert (first.cached_tokens, second.cached_tokens) == (0, first.prompt_tokens // CHUNK * CHUNK)
+    assert first.tokens == second.tokens
+    for stranger in (ask(other), ask(other, cache_salt="a"), ask(one, cache_salt="a")):
+        assert stranger.cached_tokens == 0
+        assert stranger.tokens == first.tokens
