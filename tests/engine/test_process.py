@@ -75,19 +75,17 @@ def engine_that_hangs_with_pythons_lock(pipe: Connection) -> None:
 
 
 async def hang_with_transfer_process(pipe: Connection) -> None:
-    ready = asyncio.Event()
     process = TransferProcess(
         Region.create(8, 4096),
         incarnation="a",
         host="127.0.0.1",
         port_range=None,
         transports=("tests.transfer.no_transport:NoTransport",),
-        on_ready=lambda _: ready.set(),
     )
     await process.configure(b"secret")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(process.run())
-        await ready.wait()
+        await process.ready_changed.wait()
         pipe.send(os.getpid())
         ctypes.PyDLL(None).sleep(1000)
 
