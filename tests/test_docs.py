@@ -1,5 +1,5 @@
-"""The documentation agrees with the code, and the READMEs with each other, as far as it can be
-compared. `make docs` checks links; other tests check the pages about options and monitoring."""
+"""The documentation agrees with the code, and the Chinese pages with the English ones, as far as
+it can be compared. `make docs` checks links; other tests check options and monitoring."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -186,10 +186,11 @@ def test_every_definition_that_names_a_vllm_is_listed_and_no_other() -> None:
     assert listed == [(each.name, each.vllm) for each in definitions()]
 
 
-# -- the READMEs --------------------------------------------------------------------------------
+# -- pages in two languages ---------------------------------------------------------------------
 
 ENGLISH, CHINESE = "README.md", "README.zh.md"
-BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+IN_CHINESE = sorted(page.name for page in (DOCS / "zh").glob("*.md"))
+BLOCK = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(readme: str) -> list[str]:
@@ -216,7 +217,7 @@ def links(readme: str) -> list[str]:
 
 def code(readme: str) -> set[str]:
     """The inline code, in any order."""
-    return set(re.findall(r"`[^`]+`", prose(readme)))
+    return {" ".join(each.split()) for each in re.findall(r"`[^`]+`", prose(readme))}
 
 
 @pytest.mark.parametrize(
@@ -243,3 +244,20 @@ def test_files_that_the_readmes_name_exist() -> None:
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\(((?!http)[^)]+)\)", prose(ENGLISH) + prose(CHINESE)):
         assert (ROOT / name.partition("#")[0]).is_file(), name
+
+
+def commands(page: str) -> list[str]:
+    """The code blocks without their comments; directives, such as an image, are none."""
+    return [re.sub(r"\s*#.*", "", block) for block in blocks(page) if "```{" not in block]
+
+
+def numbers(page: str) -> set[str]:
+    return set(re.findall(r"\d(?:[\d.,]*\d)?", re.sub(r"\]\([^)]+\)", "", prose(page))))
+
+
+@pytest.mark.parametrize("part", [heading_levels, commands, code, numbers])
+@pytest.mark.parametrize("page", IN_CHINESE)
+def test_a_chinese_page_says_what_the_english_one_says(
+    page: str, part: Callable[[str], Sized]
+) -> None:
+    assert part(f"docs/zh/{page}") == part(f"docs/{page}")
