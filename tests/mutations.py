@@ -469,8 +469,8 @@ MUTATIONS = (
     ),
     Mutation(
         "tracker/keeper.py",
-        "            await self._check_budget(chunks, new.terms, new.tenant, new.name)\n",
-        "            pass\n",
+        "                await self._check_budget(chunks, new.terms, new.tenant, new.name)\n",
+        "                pass\n",
         "a hard prefix for which no replica has room is accepted, and never kept",
         ("tests/tracker/test_keeper.py",),
     ),

@@ -357,6 +357,35 @@ async def test_a_text_of_the_wrong_length_is_refused(
         await cluster.report()
 
 
+async def test_one_call_that_fails_ends_no_computation(cluster: Cluster) -> None:
+    cluster.hanging = "m-0"
+    for name in ("m-1", "m-2"):
+        await cluster.report_load(name, prefill_tokens=9)
+    await cluster.add()
+    await cluster.look()
+    cluster.replicas["m-0"].silent = True
+    await cluster.look()
+    cluster.replicas["m-0"].silent = False
+    await cluster.look()
+    assert (await cluster.report())["state"] == "computing"
+
+
+async def test_terms_that_change_are_those_of_the_text_that_has_the_name(cluster: Cluster) -> None:
+    """Another text takes the name while replicas are asked for their budget."""
+    await cluster.add(terms=Terms(60.0))
+    cluster.question = {}
+    async with cluster.tracker.keeper._looking:
+        changing = asyncio.ensure_future(
+            cluster.tracker.change_prefix("", "guide", {"retention": "hard"})
+        )
+        adding = asyncio.ensure_future(cluster.add(terms=Terms(900.0)))
+        async with asyncio.timeout(PATIENCE):
+            while not cluster.question:
+                await asyncio.to_thread(bool)
+    await asyncio.gather(changing, adding)
+    assert (await cluster.report())["ttl"] == 900.0
+
+
 async def test_a_replica_that_is_lost_while_it_computes_blocks_no_other(cluster: Cluster) -> None:
     """It never answers."""
     cluster.hanging = "m-0"
@@ -384,6 +413,18 @@ async def test_firm_prefixes_have_a_budget(cluster: Cluster) -> None:
     await cluster.tracker.change_prefix("", "a", {"retention": "soft"})
     changed = await cluster.tracker.change_prefix("", "c", {"retention": "hard"})
     assert (changed["retention"], changed["copies"]) == ("hard", 1), "there is room at once"
+
+
+async def test_a_budget_is_used_by_what_is_not_computed_yet(cluster: Cluster) -> None:
+    """Otherwise it is accepted, and can never be kept firmly."""
+    adding = (cluster.add(name, HARD) for name in "abc")
+    added = await asyncio.gather(*adding, return_exceptions=True)
+    (refused,) = (each for each in added if isinstance(each, Exception))
+    assert "retention=hard needs 5 chunks, but 0 are free" in str(refused)
+    await cluster.kept("a")
+    with pytest.raises(PrefixRefusedError, match="but 0 are free"):
+        await cluster.add("c", HARD)
+    await cluster.add("b", HARD)  # takes the former one's place
 
 
 async def test_a_hard_one_needs_room_at_all_replicas_before_it_is_copied_to_them(

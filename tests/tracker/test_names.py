@@ -235,8 +235,46 @@ async def test_what_a_tracker_did_not_end_to_write_changes_nothing(
     names: Names, file: Path, reopen: Reopen
 ) -> None:
     added = await names.add(new())
-    file.with_suffix(".new").write_text('{"version": 1, "prefixes": [')
+    half = file.with_suffix(".new")
+    half.write_text('{"version": 1, "prefixes": [')
     assert [*(await reopen())._prefixes.values()] == [added]
+    assert not half.exists(), "it may have texts that were removed since"
+
+
+async def test_a_change_survives_a_power_failure(
+    names: Names, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+
+    def sync(opened: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{opened}"), file.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    await names.add(new())
+    written = str(file.with_suffix(".new"))
+    assert synced == [(written, False), (str(file.parent), True)]
+
+
+async def test_a_closed_file_answers(names: Names) -> None:
+    await names.add(new(ttl=60.0))
+    names.close()
+    async with asyncio.timeout(PATIENCE):
+        await names.tend()
+        with pytest.raises(NamesError, match="the tracker has ended"):
+            await names.add(new("more"))
+    assert not names.readable
+
+
+async def test_a_model_may_have_a_long_name(tmp_path: Path, clock: Clock) -> None:
+    """A Chinese character takes nine bytes of a file's name."""
+    found = {}
+    for model in ("模" * 100, "模" * 99 + "型", "型" * 27):
+        names = Names(tmp_path, model, clock)
+        await names.tend()
+        await names.add(new())
+        found[model] = names._file.path.name
+        names.close()
+    assert len(set(found.values())) == 3
 
 
 async def test_a_change_whose_client_has_gone_is_made(names: Names) -> None:
@@ -302,11 +340,9 @@ async def test_a_file_that_cannot_be_read_is_left_alone_and_tried_again(
 # -- what API processes kept before ------------------------------------------------------------
 
 
-async def test_names_of_api_processes_are_taken_over_once(
-    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    former, now = tmp_path / "prefixes.db", time.time()
+def keep_formerly(former: Path) -> sqlite3.Connection:
+    """Write what an API process has kept, which has not closed the file."""
+    now = time.time()
     connection = sqlite3.connect(former)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(
@@ -322,6 +358,15 @@ async def test_names_of_api_processes_are_taken_over_once(
         ],
     )
     connection.commit()
+    return connection
+
+
+async def test_names_of_api_processes_are_taken_over_once(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    former = tmp_path / "prefixes.db"
+    connection = keep_formerly(former)
     found = {}
     for model in (MODEL, "other"):
         names = Names(tmp_path, model, clock)
@@ -337,3 +382,42 @@ async def test_names_of_api_processes_are_taken_over_once(
     (line,) = messages(caplog)
     assert line.startswith(f"named prefixes taken over: from={former} ")
     assert line.endswith("names=2 models=2")
+
+
+@pytest.mark.parametrize("why", ["empty", "damaged", "disk full"])
+async def test_a_model_goes_on_without_former_names_that_cannot_be_taken_over(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    former = tmp_path / "prefixes.db"
+    if why == "disk full":
+        keep_formerly(former).close()
+    else:
+        former.write_text("" if why == "empty" else "damaged " * 1000)
+    names = Names(tmp_path, MODEL, clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        await names.tend()
+    assert names.all() == []
+    await names.add(new())
+    (line,) = messages(caplog)
+    assert line.startswith(f"former named prefixes cannot be taken over: path={former} error=")
+    assert former.exists()
+    names.close()
+
+
+async def test_the_file_of_a_running_tracker_is_left_to_it(
+    names: Names, file: Path, tmp_path: Path, clock: Clock, reopen: Reopen
+) -> None:
+    former = tmp_path / "prefixes.db"
+    keep_formerly(former).close()
+    other = Names(tmp_path, "other", clock)
+    await other.tend()
+    assert [each.id for each in other.all()] == ["2" * 16]
+    other.close()
+    assert traces(file.parent) == ["other.json"], "it would be overwritten"
+    assert [*(await reopen())._prefixes] == [("a", "guide")]
+    assert not former.exists()

@@ -112,8 +112,8 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 
     # -- by the tracker -----------------------------------------------------------------------
 
-    def keep(self, wanted: Mapping[str, bool] | None) -> Kept:
-        return self._replica.kept.keep(wanted)
+    def keep(self, changes: Mapping[str, bool | None] | None) -> Kept:
+        return self._replica.kept.keep(changes)
 
     def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
         return self._replica.drain(stay, seconds)

@@ -128,7 +128,6 @@ class TrackerGateway:
 
     async def report(self, model_uid: str) -> ModelReport:
         # For a thousand replicas this takes 0.4 s, in which requests would not be forwarded.
-        # For a thousand replicas this takes 0.4 s, in which requests would not be forwarded.
         making = asyncio.to_thread(report, await self.call(model_uid, "status"))
         status = await within(DEADLINE, making)
         router = self.routers.get(model_uid)

@@ -31,7 +31,7 @@ EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
 _STATS = {"stats", "self_check"}
 """Calls whose answers become part of all replicas' JSON."""
-_ASKED_OFTEN = {"stats", "drain"}
+_ASKED_OFTEN = {"stats", "drain", "keep"}
 
 
 async def flush_all(members: Sequence[Member]) -> dict[str, list[str]]:
@@ -188,7 +188,7 @@ async def _call(member: Member, method: str, deadline: float, *args: object) -> 
     except ExplainError:
         raise  # an answer as well
     except Exception as error:
-        # An open status page asks for stats every second, a removal four times.
+        # An open status page asks for stats every second, the keeper, too; a removal four times.
         level = logging.DEBUG if method in _ASKED_OFTEN else logging.WARNING
         text = "call to replica failed: method=%s incarnation=%s error=%r"
         logger.log(level, text, method, incarnation, error)

@@ -88,6 +88,10 @@ class _Replica:
         kept = self.kept.get(prefix)
         return kept if kept is not None and kept.chunks else None
 
+    def promised(self) -> list[str]:
+        """What it is to keep firmly, and has not computed."""
+        return [id_ for id_, firm in self.told.items() if firm and self.copy_of(id_) is None]
+
     def has_all(self, prefix: str) -> bool:
         kept = self.copy_of(prefix)
         return kept is not None and kept.held == kept.chunks
@@ -127,6 +131,8 @@ class Keeper:
         self._joined_by = clock() + lease
         self._log = RateLimitedLog(logger)
         self._looking = asyncio.Lock()
+        # Held from reading a budget or terms to the change that rests on them.
+        self._accepting = asyncio.Lock()
         self._replicas: dict[str, _Replica] = {}
         self._work: dict[str, _Work] = {}
         self._computing: _Computing | None = None
@@ -151,20 +157,22 @@ class Keeper:
         """Return when it is clear that the prefix can be kept. Raises PrefixRefusedError,
         NamesError, ExplainError."""
         chunks = await self._check_size(new)
-        if new.terms.retention == "hard":
-            await self._check_budget(chunks, new.terms, new.tenant, new.name)
-        prefix = await self.names.add(new)
-        self._work[prefix.id] = _Work(chunks, fresh=True)
+        async with self._accepting:
+            if new.terms.retention == "hard":
+                await self._check_budget(chunks, new.terms, new.tenant, new.name)
+            prefix = await self.names.add(new)
+            self._work[prefix.id] = _Work(chunks, fresh=True)
         return self._report(prefix)
 
     async def change(self, tenant: str, name: str, terms: Mapping[str, Any]) -> dict[str, Any]:
         """`terms` are those that become others. Raises PrefixRefusedError, PrefixNotFoundError,
         NamesError."""
-        prefix = self.names.find(tenant, name)
-        before, after = prefix.terms, prefix.terms._replace(**terms)
-        if after.retention == "hard" and after[1:] != before[1:]:
-            await self._check_budget(self._report(prefix)["chunks"], after, tenant, name)
-        return self._report(await self.names.change(tenant, name, after))
+        async with self._accepting:
+            prefix = self.names.find(tenant, name)
+            before, after = prefix.terms, prefix.terms._replace(**terms)
+            if after.retention == "hard" and after[1:] != before[1:]:
+                await self._check_budget(self._report(prefix)["chunks"], after, tenant, name)
+            return self._report(await self.names.change(tenant, name, after))
 
     def report(self, tenant: str, name: str) -> dict[str, Any]:
         """JSON-able. Raises PrefixNotFoundError, NamesError."""
@@ -210,6 +218,7 @@ class Keeper:
             each.budget
             - each.firm
             + sum(kept.chunks for id_, kept in each.kept.items() if kept.firm and id_ in replaced)
+            - sum(self._estimate(id_) for id_ in each.promised() if id_ not in replaced)
             for each in self._replicas.values()
         ] or [0]
         most = min(free) if terms.copies == "all" else max(free)
@@ -219,6 +228,10 @@ class Keeper:
                 "keeps at most xavier_pin_fraction of its pool; remove another prefix, use "
                 "retention=soft, or launch with larger pools"
             )
+
+    def _estimate(self, prefix: str) -> int:
+        work = self._work.get(prefix)
+        return 0 if work is None else work.chunks
 
     def _report(self, prefix: Prefix) -> dict[str, Any]:
         copies = {
@@ -267,17 +280,21 @@ class Keeper:
             computing = self._current()
             if computing is None:
                 self._compute_next(prefixes.values())
-            elif computing.replica not in self._replicas:
+            elif computing.replica not in self._members():
                 computing.task.cancel()  # a lost replica never answers
             self._states = Counter(map(self._state, prefixes.values()))
 
-    async def _tell(self, prefixes: Iterable[Prefix]) -> None:
-        """Tell each replica what is new for it. One that is new here says first what it keeps."""
-        members = {
+    def _members(self) -> dict[str, Member]:
+        """Those that do not drain."""
+        return {
             each.incarnation: each
             for each in self.namespaces.all_members()
             if each.incarnation not in self._loads.draining
         }
+
+    async def _tell(self, prefixes: Iterable[Prefix]) -> None:
+        """Tell each replica what is new for it. One that is new here says first what it keeps."""
+        members = self._members()
         self._replicas = {
             incarnation: replica
             for incarnation, replica in self._replicas.items()

@@ -36,6 +36,7 @@ MAX_TEXTS = 64 << 20
 _NEAR, _NEAR_AMONG, _NEAR_LENGTH = 3, 200, 40
 """Similar names that are listed; of so many, and only up to so many characters. Comparing takes
 time that grows with the square of their length."""
+_ENDED = "the tracker has ended"
 _FORMER, _FOLDER = "prefixes.db", "names"
 _ByName = Mapping[tuple[str, str], Prefix]
 _T = TypeVar("_T")
@@ -52,6 +53,7 @@ class Names:
         self._clock = clock
         self._file = NamesFile(home / _FOLDER, model_uid)
         self._thread = DaemonThreads(1, "xavier-names")
+        self._closed = False
         self._failure = "the tracker has just started; ask again"
         self._log = RateLimitedLog(logger)
         self._changing = asyncio.Lock()
@@ -93,7 +95,8 @@ class Names:
 
     def close(self) -> None:
         """Let another tracker have the file, once what is being written is there."""
-        self._failure = "the tracker has ended"
+        self._closed = True
+        self._failure = _ENDED
         self._thread.submit(self._file.close)
         self._thread.shutdown()
 
@@ -191,4 +194,6 @@ class Names:
         self._prefixes = prefixes
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        if self._closed:
+            raise NamesError(_ENDED)  # nothing would answer
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -8,6 +8,7 @@ Threading: one thread, because the disk may be slow or hang.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ from urllib.parse import quote
 from xinference_xavier.protocol.prefixes import Terms
 
 VERSION = 1
+_MAX_NAME = 250
+"""Bytes of a file's name, without its suffix: file systems take 255."""
 
 
 @dataclass(slots=True)
@@ -44,13 +47,20 @@ class NamesFile:
     """`folder` has a file per model."""
 
     def __init__(self, folder: Path, model_uid: str) -> None:
-        self.path = folder / f"{quote(model_uid, safe='')}.json"
+        name = quote(model_uid, safe="")  # three times as long, if it is Chinese
+        if len(name) > _MAX_NAME:
+            name = hashlib.sha256(model_uid.encode()).hexdigest()
+        self.path = folder / f"{name}.json"
+        self._scratch = self.path.with_suffix(".new")
         self._lock: int | None = None
 
     def open(self) -> list[Prefix]:
         """Raises OSError, and ValueError for what it cannot read."""
-        if self._lock is None:
-            self._lock = self._locked()
+        if not self.lock():
+            raise OSError(
+                f"another xinference uses {self.path}; give this one another XINFERENCE_HOME"
+            )
+        self._scratch.unlink(missing_ok=True)  # may have texts that were removed since
         try:
             text = self.path.read_bytes()
         except FileNotFoundError:
@@ -64,7 +74,10 @@ class NamesFile:
             reason = f"is damaged ({error!r})"
         raise ValueError(f"{self.path} {reason}; mend it or move it away")
 
-    def _locked(self) -> int:
+    def lock(self) -> bool:
+        """Whether it is ours alone, until `close`. Raises OSError."""
+        if self._lock is not None:
+            return True
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
@@ -72,16 +85,15 @@ class NamesFile:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
-            if not isinstance(error, BlockingIOError):
-                raise
-            raise OSError(
-                f"another xinference uses {self.path}; give this one another XINFERENCE_HOME"
-            ) from None
-        return lock
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        self._lock = lock
+        return True
 
     def write(self, prefixes: Iterable[Prefix]) -> None:
-        """Raises OSError; then the file is as before."""
-        scratch = self.path.with_suffix(".new")
+        """Raises OSError; then the file is as before, unless its folder cannot be written."""
+        scratch = self._scratch
         scratch.unlink(missing_ok=True)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -94,6 +106,7 @@ class NamesFile:
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(self.path)
+            _sync(self.path.parent)
         except OSError:
             scratch.unlink(missing_ok=True)
             raise
@@ -103,6 +116,15 @@ class NamesFile:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _sync(folder: Path) -> None:
+    """A file's new name is on the disk once its folder is."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _encoded(prefix: Prefix) -> bytes:
