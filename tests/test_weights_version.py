@@ -51,6 +51,8 @@ def test_replicas_of_the_same_weights_share_again(
         "not_reset": ["old"],
         "unreachable": [],
     }
+    for replica in (first, second):
+        replica.computed("short", 1.0)
     wait_until_known(second, first, after)
     assert second.fetch("first", after, TIMEOUT).committed == 3
     assert second.wrong_rows() == []

@@ -3,12 +3,15 @@ supervisor and of workers, and a tracker that real replicas can join.
 """
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -41,8 +44,9 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
 
     xavier_tracker_address = xavier_tracker_address
 
-    def __init__(self) -> None:
+    def __init__(self, home: Path) -> None:
         super().__init__()
+        self._home = home
         self._xavier_cache_mapping: dict[str, Any] = {}
         self._model_uid_to_replica_info: dict[str, Any] = {}
         self._worker_address_to_worker: dict[str, Any] = {}
@@ -57,12 +61,14 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         return {uid: {} for uid in sorted(own_trackers(self))}
 
     async def add_tracker(self) -> None:
+        where = {"address": self.address, "uid": tracker_uid(MODEL)}
         self._xavier_cache_mapping[MODEL] = await xo.create_actor(
-            BlockTracker, MODEL, address=self.address, uid=tracker_uid(MODEL)
+            BlockTracker, MODEL, home=self._home, **where
         )
 
     async def lose_tracker(self) -> None:
         await xo.destroy_actor(self._xavier_cache_mapping[MODEL])
+        gc.collect()  # a reference from the same process finds it as long as it is there
 
     async def set_workers(self, *kinds: str) -> None:
         """A "good" worker has our extension, a "bare" one does not."""
@@ -107,7 +113,8 @@ class ApiProcess(Remote):
     of `behind` lacks our extension. All other attributes are methods of the supervisor."""
 
     def __init__(self) -> None:
-        super().__init__(_run, context=spawned())
+        self._home = TemporaryDirectory()
+        super().__init__(_run, self._home.name, context=spawned())
         self.address, port = self.wait_until_ready()
         self.endpoint, self.guarded, self.bare, self.behind = (
             f"http://127.0.0.1:{port}/{name}" for name in ("open", "guarded", "bare", "behind")
@@ -131,15 +138,15 @@ class Pair(NamedTuple):
     second: ReplicaProcess
 
 
-def _run(pipe: Connection) -> None:
-    asyncio.run(_serve(pipe))
+def _run(pipe: Connection, home: str) -> None:
+    asyncio.run(_serve(pipe, Path(home)))
 
 
-async def _serve(pipe: Connection) -> None:
+async def _serve(pipe: Connection, home: Path) -> None:
     pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
     address = pool.external_address
-    supervisor = await xo.create_actor(OurSupervisor, address=address, uid="supervisor")
-    bare = await xo.create_actor(Supervisor, address=address, uid="bare supervisor")
+    supervisor = await xo.create_actor(OurSupervisor, home, address=address, uid="supervisor")
+    bare = await xo.create_actor(Supervisor, home, address=address, uid="bare supervisor")
     await supervisor.set_workers("good")
     await supervisor.add_tracker()
     app = FastAPI()
