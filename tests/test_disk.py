@@ -259,11 +259,28 @@ def test_what_a_dead_writer_has_left_goes_later(store: NumberedStore) -> None:
     left.touch()
     store.another()
     assert left.exists(), "somebody may be writing to it"
-    for when in (time.time() - 601, time.time() + 1000):
-        os.utime(left, (when, when))
+    os.utime(left, (time.time() + 60,) * 2)
+    store.another()
+    assert left.exists(), "clocks differ a little"
+    for ago in (601, -1000):
+        os.utime(left, (time.time() - ago,) * 2)
         store.another()
         assert not left.exists()
         left.touch()
+
+
+def test_what_is_left_by_a_writer_that_dies_later_goes_too(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else changes in its folder."""
+    monkeypatch.setattr(module, "_TICK_NS", 0)
+    store.save(1)
+    left = store.file(1).with_suffix(".0123abcd.temporary")
+    left.touch()
+    store.look()
+    os.utime(left, (0, 0))
+    store.look()
+    assert not left.exists()
 
 
 def test_a_writer_that_fails_leaves_nothing(
@@ -299,7 +316,7 @@ def test_the_least_recently_used_goes_first_and_the_limit_holds(store: NumberedS
     store.save(1, 2, 3, 4)
     for number in (1, 2, 3, 4):
         store.used(number, ago=10 - number)
-    store.touch([key(1)])
+    store.touch({key(1): time.time_ns()})
     store.save(5, 6)
     assert store.saved() == {1, 4, 5, 6}
     store.save(5)
@@ -311,7 +328,7 @@ def test_the_use_of_others_counts(store: NumberedStore) -> None:
     store.save(1, 2, 3, 4)
     for number in (1, 2, 3, 4):
         store.used(number, ago=10 - number)
-    other.touch([key(1)])
+    other.touch({key(1): time.time_ns()})
     store.save(5)
     assert store.saved() == {1, 3, 4, 5}
 
@@ -349,6 +366,34 @@ def test_two_that_share_a_store_keep_its_limit_together(store: NumberedStore) ->
         other.save(number + 1)
         store.look()
     assert store.saved() == other.saved() == {36, 37, 38, 39}
+
+
+@pytest.mark.parametrize(("rows", "call"), [(4, "utime"), (4, "rename"), (3, "unlink")])
+def test_a_row_that_another_replica_replaces_first_leaves_its_place_to_the_next(
+    store: NumberedStore, monkeypatch: pytest.MonkeyPatch, rows: int, call: str
+) -> None:
+    store.save(1, 2, 3, 4)
+    for number in (1, 2, 3, 4):
+        store.used(number, ago=10 - number)
+    one, other, original = store.another(rows), store.another(), getattr(os, call)
+
+    def slower(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        other.save(6)
+        original(*args, **options)
+
+    monkeypatch.setattr(os, call, slower)
+    one.save(5)
+    assert one.saved() == {3, 4, 5, 6}
+
+
+def test_what_was_used_a_nanosecond_before_goes_first(store: NumberedStore) -> None:
+    """A chunk is of no use without those in front of it."""
+    store.save(1, 2, 3, 4)
+    now = time.time_ns()
+    store.touch({key(number): now - number for number in (1, 2, 3, 4)})
+    store.save(5, 6)
+    assert store.saved() == {1, 2, 5, 6}
 
 
 def test_each_model_has_a_store_and_a_limit_of_its_own(store: NumberedStore) -> None:
@@ -405,7 +450,7 @@ def test_of_a_large_store_some_folders_are_looked_at(
     monkeypatch.setattr(Store, "_sample", sampling)
     many.save(1000)
     (_, key_in_use) = many._oldest[-1]
-    many.touch([key_in_use])
+    many.touch({key_in_use: time.time_ns()})
     many.save(1001, 1002, 1003)
     assert sampled == [64, 64], "of each, a sixteenth goes"
     assert len(many) == 256
@@ -553,6 +598,15 @@ def test_whoever_has_a_removed_store_open_notices(store: NumberedStore) -> None:
     assert [*store.parent.iterdir()] == [store.folder]
 
 
+def test_a_store_that_was_begun_anew_in_the_same_folder_is_another_one(
+    store: NumberedStore,
+) -> None:
+    """An operator's `rm -r` leaves the folder if a replica saves something meanwhile."""
+    (store.folder / "store.json").unlink()
+    store.another()
+    assert store.is_gone()
+
+
 def test_rows_of_a_store_that_is_being_removed_are_in_no_other(
     store: NumberedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -583,6 +637,25 @@ def test_what_nobody_has_used_for_a_week_is_removed(tmp_path: Path) -> None:
     del store
     assert remove_unused(tmp_path, used + WEEK + 1) == [folder]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "other"]
+
+
+def test_an_unused_store_that_cannot_be_removed_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are removed."""
+    folders = [Store(tmp_path, name, ROW_BYTES, GIB).folder for name in ("one", "two")]
+    removing = module.remove
+
+    def refuse(folder: Path) -> None:
+        if folder == folders[0]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        removing(folder)
+
+    monkeypatch.setattr(module, "remove", refuse)
+    assert remove_unused(tmp_path, time.time() + 2 * WEEK) == folders[1:]
+    (record,) = caplog.records
+    assert str(folders[0]) in record.message
+    assert "Permission denied" in record.message
 
 
 def former(parent: Path) -> Path:

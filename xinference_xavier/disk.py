@@ -16,8 +16,8 @@ reads it removes it; one that is gone is a miss.
 A store knows its rows by the names in its folders: it lists all of them once it is open, and then
 those that have changed, a portion at a time.
 
-At the limit, a row takes the file of the one that was used least recently by the files' times, as
-far as the folders tell that have their turn: names are hashes, so each has a fair sample of all
+At the limit, a row takes the file of the one that was used least recently by the files' times,
+chosen from a sample: the folders take turns, and as names are hashes, each has a fair share of all
 rows. To overwrite a file is twice as fast as to make one.
 
 Threading: any thread may ask whether a row is there, and `read`, which blocks. All else is for one
@@ -28,6 +28,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -36,13 +37,15 @@ import stat
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from xinference_xavier.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<8sQQ")  # with the bytes of a row, and its checksum: 64-bit XXH3
 _VERSION = b"xavier-1"
@@ -56,6 +59,7 @@ as a whole."""
 _TICK_NS = 20_000_000  # a file's time is rounded to less
 _ABANDONED = 600.0  # seconds, after which nobody writes to a temporary file any more
 WEEK = 7 * 86400.0
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RESERVED_BYTES, _RESERVED_PART = 1 << 30, 50
 """Nothing is saved while less than this, or one part of so many, of the file system is free."""
 
@@ -114,19 +118,21 @@ class Store:
         self.max_rows = max_bytes // (_PAGE + row_bytes)
         self._keys: list[set[bytes]] = [set() for _ in range(_FOLDERS)]
         self._listed: list[int | None] = [None] * _FOLDERS
-        """The time of each folder when it was listed."""
+        """Each folder's mtime when it was last listed."""
         self._turn = cycle(range(_FOLDERS))
-        self._oldest: list[tuple[float, bytes]] = []
+        self._oldest: list[tuple[int, bytes]] = []
         """Chunks to be replaced next, from the last one on, and when they were used."""
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
         self._descriptor = _open_folder(self.folder)
-        # Not before another thread has read.
+        # Only once no read is using it.
         weakref.finalize(self, os.close, self._descriptor)
         check_private(self.folder, os.fstat(self._descriptor))
         fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # see `remove_unused`
         self.note("store", {"model": model, "namespace": namespace, "row_bytes": row_bytes})
-        self._inode = os.stat("store.json", dir_fd=self._descriptor).st_ino
+        # While it is open, no other file gets its inode number.
+        self._note_file = os.open("store.json", _READ, dir_fd=self._descriptor)
+        weakref.finalize(self, os.close, self._note_file)
         self._direct = _direct(self._descriptor)
 
     def close(self) -> None:
@@ -137,7 +143,8 @@ class Store:
     def is_gone(self) -> bool:
         """Whether the store was removed or replaced."""
         try:
-            return (self.folder / "store.json").stat().st_ino != self._inode
+            noted = (self.folder / "store.json").stat()
+            return not os.path.samestat(noted, os.fstat(self._note_file))
         except FileNotFoundError:
             return True
 
@@ -186,8 +193,9 @@ class Store:
         changed, letters = self._changed(number), f"{number:02x}"
         rows, temporary = _row_files(self._descriptor, letters)
         self._keys[number] = {bytes.fromhex(name[:-4]) for name in rows}
-        # What changes within one tick of the clock has the same time.
-        self._listed[number] = changed if changed < time.time_ns() - _TICK_NS else -1
+        # What changes within one tick of the clock has the same time. A writer may die later.
+        is_final = changed < time.time_ns() - _TICK_NS and not temporary
+        self._listed[number] = changed if is_final else -1
         for name in temporary:
             self._remove_abandoned(f"{letters}/{name}")
         return len(rows)
@@ -195,7 +203,7 @@ class Store:
     def _remove_abandoned(self, temporary: str) -> None:
         with suppress(FileNotFoundError):
             age = time.time() - os.stat(temporary, dir_fd=self._descriptor).st_mtime
-            if not 0 <= age <= _ABANDONED:
+            if abs(age) > _ABANDONED:  # the clock may have jumped
                 os.unlink(temporary, dir_fd=self._descriptor)
 
     # -- rows ---------------------------------------------------------------------------------
@@ -212,8 +220,7 @@ class Store:
     def _read(self, name: str, key: bytes, row: memoryview) -> int:
         from xinference_xavier.pool.region import checksum  # imports numpy, which takes long
 
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct
-        file = os.open(name, flags, dir_fd=self._descriptor)
+        file = os.open(name, _READ | self._direct, dir_fd=self._descriptor)
         with _closing(file), mmap.mmap(-1, _PAGE) as page:
             is_whole = os.preadv(file, [page, row], 0) == _PAGE + self.row_bytes
             version, row_bytes, expected = _HEADER.unpack_from(page)
@@ -227,11 +234,11 @@ class Store:
         os.unlink(name, dir_fd=self._descriptor)
         raise DamagedRowError(f"{self.folder / name} is damaged")
 
-    def write(self, key: bytes, row: memoryview, verified: int) -> None:
-        """Save a row, whose checksum this is, unless it is there; others make room for it. Raises
-        OSError if the file system has none."""
+    def write(self, key: bytes, row: memoryview, verified: int) -> bool:
+        """Save a row, whose checksum this is; others make room for it. False if it is there
+        already. Raises OSError if the file system has no room."""
         if key in self:
-            return
+            return False
         self._check_space()
         name, folder = _name(key), f"{key[0]:02x}"
         temporary = f"{name.removesuffix('.row')}.{secrets.token_hex(4)}.temporary"
@@ -244,23 +251,30 @@ class Store:
             _HEADER.pack_into(page, 0, _VERSION, self.row_bytes, verified)
             self._write(temporary, name, [page, row], self._direct)
         self._keys[key[0]].add(key)
+        return True
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """These chunks were used now, and so was the store."""
-        for name in (*map(_name, keys), "store.json"):
+    def touch(self, used: Mapping[bytes, int]) -> None:
+        """Note when these chunks were used, in nanoseconds since the epoch; the store is used
+        now."""
+        times = {"store.json": time.time_ns(), **{_name(key): when for key, when in used.items()}}
+        for name, when in times.items():
             with suppress(FileNotFoundError):
-                os.utime(name, dir_fd=self._descriptor)
+                os.utime(name, ns=(when, when), dir_fd=self._descriptor)
 
     def _take_place(self, temporary: str) -> None:
         """Give the file of the row that was used least recently this name. Above the limit, another
         one is removed, so that the store shrinks as rows are saved."""
-        oldest = self._least_recently_used()
-        if len(self) > self.max_rows and (key := next(oldest, None)):
-            os.unlink(_name(key), dir_fd=self._descriptor)
-        if key := next(oldest, None):
+        is_smaller, folder = False, self._descriptor
+        for key in self._least_recently_used():
             name = _name(key)
-            os.utime(name, dir_fd=self._descriptor)  # or it would look abandoned
-            os.rename(name, temporary, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            with suppress(FileNotFoundError):  # another process was faster: the next one
+                if len(self) >= self.max_rows and not is_smaller:
+                    os.unlink(name, dir_fd=folder)
+                    is_smaller = True
+                    continue
+                os.utime(name, dir_fd=folder)  # or it would look abandoned
+                os.rename(name, temporary, src_dir_fd=folder, dst_dir_fd=folder)
+                return
 
     def _least_recently_used(self) -> Iterator[bytes]:
         """Chunks that this process no longer has."""
@@ -274,9 +288,9 @@ class Store:
                     self._keys[key[0]].discard(key)
                     yield key
 
-    def _sample(self) -> list[tuple[float, bytes]]:
+    def _sample(self) -> list[tuple[int, bytes]]:
         """Chunks of some folders, and when they were last used."""
-        found: list[tuple[float, bytes]] = []
+        found: list[tuple[int, bytes]] = []
         for number in self._turns():
             for key in [*self._keys[number]]:
                 if (used := self._used(key)) is not None:
@@ -285,15 +299,15 @@ class Store:
                 break
         return found
 
-    def _used(self, key: bytes) -> float | None:
+    def _used(self, key: bytes) -> int | None:
         """When the chunk was last used; never, if that is to come: the clock was wrong. None if
         another process has removed it."""
         try:
-            used = os.stat(_name(key), dir_fd=self._descriptor).st_mtime
+            used = os.stat(_name(key), dir_fd=self._descriptor).st_mtime_ns
         except FileNotFoundError:
             self._keys[key[0]].discard(key)
             return None
-        return used if used <= time.time() else 0.0
+        return used if used <= time.time_ns() else 0
 
     def _check_space(self) -> None:
         found = os.statvfs(self._descriptor)
@@ -400,7 +414,7 @@ def _row_files(store: int, letters: str) -> tuple[list[str], list[str]]:
 
 def _noted(store: int, name: str) -> Any:
     """Raises FileNotFoundError, DamagedNoteError."""
-    file = os.open(f"{name}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store)
+    file = os.open(f"{name}.json", _READ, dir_fd=store)
     with open(file, "rb") as note:
         digest, _, text = note.read().partition(b" ")
     if hashlib.sha256(text).hexdigest().encode() != digest:
@@ -491,15 +505,20 @@ def _remove_rows(store: int, letters: str) -> None:
 
 
 def remove_unused(parent: Path, now: float) -> list[Path]:
-    """Remove the stores that nobody has used for a week, nor has open; returns their folders."""
+    """Remove the stores that nobody has used for a week, nor has open; returns their folders. One
+    that cannot be removed is logged."""
     unused = []
     for folder in _stores(parent):
-        with suppress(FileNotFoundError, BlockingIOError):  # it was removed, or is open
+        try:
             if now - _last_use(folder) > WEEK and not _FORMER.fullmatch(folder.name):
                 with _closing(store := _open_folder(folder)):
                     fcntl.flock(store, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     remove(folder)
                 unused.append(folder)
+        except (FileNotFoundError, BlockingIOError):  # it was removed, or is open
+            continue
+        except OSError as error:
+            logger.warning("a store that nobody uses cannot be removed: %s: %r", folder, error)
     return unused
 
 

@@ -6,6 +6,7 @@ The calls obey orders, which are files beside the stores' folder.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import shutil
@@ -54,12 +55,15 @@ def obey_orders(parent: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(store, key, row)
 
-    def obeying_write(store: disk.Store, key: bytes, row: memoryview, verified: int) -> None:
+    def obeying_write(store: disk.Store, key: bytes, row: memoryview, verified: int) -> bool:
         if _ordered(parent, DiskOrder.FULL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if _ordered(parent, DiskOrder.TEAR):
-            row = memoryview(bytes(len(row) // 2) + bytes(row[len(row) // 2 :]))
-        write(store, key, row, verified)
+            half = len(row) // 2
+            torn = mmap.mmap(-1, len(row))  # begins with a page, as writes past the cache require
+            torn[half:] = row[half:]
+            row = memoryview(torn)
+        return write(store, key, row, verified)
 
     disk.Store.read = obeying_read  # type: ignore[method-assign, assignment]
     disk.Store.write = obeying_write  # type: ignore[method-assign, assignment]
@@ -74,6 +78,7 @@ def _by_order(what: DiskOrder, seen: Callable[[Cluster], int]) -> Kind:
     def inject(cluster: Cluster, step: Step) -> bool:
         order = cluster.disk / what
         before = seen(cluster)
+        cluster.damaged_disks += what is DiskOrder.TEAR
         order.touch()
         try:
             found = until(lambda: seen(cluster) > before, _EFFECT_TIME)
@@ -145,15 +150,17 @@ def _remove(cluster: Cluster, _: Step) -> bool:
         stores = [each.folder for each in disk.summaries(cluster.disk) if each.rows]
         if not stores:
             return False
-        former = (stores[0] / "store.json").stat().st_ino
+        note = stores[0] / "store.json"
+        former = note.open()  # so that no other file gets its inode number
         shutil.rmtree(stores[0], ignore_errors=True)  # a replica may save something meanwhile
 
     def begun_anew() -> bool:
         with suppress(FileNotFoundError):
-            return (stores[0] / "store.json").stat().st_ino != former
+            return not os.path.samestat(note.stat(), os.fstat(former.fileno()))
         return False
 
-    return until(begun_anew, _EFFECT_TIME)
+    with former:
+        return until(begun_anew, _EFFECT_TIME)
 
 
 def rollbacks(cluster: Cluster) -> Counter[str]:
@@ -172,7 +179,7 @@ def _failures(cluster: Cluster) -> int:
 def _read(cluster: Cluster) -> int:
     """Bytes."""
     of_disk = [figures["fetches"]["by_transport"].get("disk") for figures in _figures(cluster)]
-    return sum(each["bytes"]["sum"] for each in of_disk if each is not None)
+    return sum(each["bytes"] for each in of_disk if each is not None)
 
 
 def _written(cluster: Cluster) -> int:

@@ -1,5 +1,7 @@
 """An operator looks at what replicas have saved on a host, without xinference."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,28 @@ def test_rows_are_verified_and_wrong_ones_removed(tmp_path: Path) -> None:
     assert checked.output == f"{folder.name}: 2 right, 1 wrong, removed\n"
     assert checked.exit_code == 1
     assert run("check", str(tmp_path)).output == f"{folder.name}: 2 right, 0 wrong\n"
+
+
+def test_rows_that_cannot_be_read_are_counted_and_the_others_verified(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen", 3)
+    row = folder / "00" / f"{(1).to_bytes(36).hex()}.row"
+    unreadable = folder / "00" / f"{(0).to_bytes(36).hex()}.row"
+    row.write_bytes(b"damage" + row.read_bytes()[6:])
+    reading = Store.read
+
+    def read(store: Store, key: bytes, row: memoryview) -> int:
+        if key.hex() in unreadable.name:
+            store._keys[key[0]].discard(key)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return reading(store, key, row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "read", read)
+        checked = run("check", str(tmp_path))
+    text = f"{folder.name}: 1 right, 1 wrong, removed, 1 cannot be read\n"
+    assert checked.stdout == text
+    assert f"{(0).to_bytes(36).hex()}: [Errno 5] Input/output error" in checked.stderr
+    assert checked.exit_code == 1
 
 
 @pytest.mark.parametrize(("options", "left"), [([], set()), (["--model", "qwen"], {"llama"})])

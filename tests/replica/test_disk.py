@@ -48,9 +48,9 @@ OTHER: Sketch = {"layer": ("float32", [2.0, -1.0])}
 class Life:
     """A replica from a start to its end: its pool, and the disk below `parent`."""
 
-    def __init__(self, parent: Path, rows: float = 64, **options: Any) -> None:
-        self.region = Region.create(ROWS, ROW_BYTES)
-        self.pool = Pool(ROWS)
+    def __init__(self, parent: Path, rows: float = 64, slots: int = ROWS, **options: Any) -> None:
+        self.region = Region.create(slots, ROW_BYTES)
+        self.pool = Pool(slots)
         limit = int(rows * FILE_BYTES)
         self.disk = Disk(parent, limit, "model", self.region, self.pool, **options)
         self.namespace = SharedNamespace("namespace", self._move)
@@ -180,6 +180,67 @@ async def test_what_was_used_once_is_not_saved(tmp_path: Path) -> None:
         replica.disk.used([once])
         await replica.save([twice])
         assert once not in replica.disk.index
+
+
+def newest_first(parent: Path) -> list[bytes]:
+    """The chunks in the store, the one used last first."""
+    rows = sorted(store_of(parent).glob("*/*.row"), key=lambda row: -row.stat().st_mtime_ns)
+    return [bytes.fromhex(row.stem) for row in rows]
+
+
+async def test_the_head_of_a_prompt_is_what_was_used_last(tmp_path: Path) -> None:
+    """So that its tail goes first at the limit: nothing is read behind a gap. A prompt is saved in
+    several portions."""
+    keys = fresh_keys(3 * module._BATCH)
+    async with life(tmp_path, slots=len(keys), saves_all=True) as replica:
+        replica.compute(keys)
+        replica.disk.used(keys)
+        await replica.until(lambda: newest_first(tmp_path) == keys)
+        replica.disk.used(keys[20:30])
+        replica.disk.used(keys[10:20])
+        await replica.until(lambda: newest_first(tmp_path)[:20] == keys[10:30])
+
+
+async def test_use_is_noted_though_nothing_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be noted is noted later."""
+    one, two = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save([one, two])
+        await replica.until(lambda: newest_first(tmp_path) == [one, two])
+        replica.disk._save_at = float("inf")
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "touch", Mock(side_effect=NO_SPACE))
+            replica.disk.used([two])
+            await replica.until(lambda: replica.disk.report().failures > 0)
+        replica.disk._save_at = float("inf")
+        await replica.until(lambda: newest_first(tmp_path) == [two, one])
+
+
+async def test_a_row_that_is_there_already_does_not_count_as_written(tmp_path: Path) -> None:
+    """Another replica of the host was faster."""
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+        replica.disk.index = ()
+        replica.disk._wanted.update(dict.fromkeys(keys, 1))
+        await replica.until(lambda: not replica.disk._wanted)
+        await replica.until(lambda: replica.pool.counts().pinned == 0)
+        assert replica.disk.report().written_bytes == 2 * ROW_BYTES
+
+
+async def test_the_own_store_is_in_use_however_long_the_replica_was_down(tmp_path: Path) -> None:
+    """A store that nobody wants goes at a start."""
+    keys = fresh_keys(2)
+    async with life(tmp_path) as replica:
+        await replica.save(keys)
+    other = Store(tmp_path, "other", ROW_BYTES, FILE_BYTES).folder
+    for folder in (store_of(tmp_path), other):
+        os.utime(folder / "store.json", (0, 0))
+    async with life(tmp_path) as again:
+        assert set(keys) <= {*again.disk.index}
+        assert not other.exists()
 
 
 async def test_all_that_is_used_can_be_saved(tmp_path: Path) -> None:

@@ -51,31 +51,37 @@ def ls(folder: Path) -> None:
 @_of_folder
 def check(folder: Path) -> None:
     """Verify the checksums of all rows, and remove wrong ones. Replicas may go on meanwhile."""
-    wrong = 0
+    is_right = True
     for each in summaries(folder):
         if not each.namespace:
             continue
         store = Store(folder, each.namespace, each.row_bytes, each.bytes)
-        damaged = _damaged(store)
-        wrong += damaged
-        removed = ", removed" if damaged else ""
-        click.echo(f"{each.folder.name}: {len(store):,} right, {damaged:,} wrong{removed}")
-    sys.exit(1 if wrong else 0)
+        damaged, unreadable = _verify(store)
+        is_right = is_right and not damaged and not unreadable
+        text = f"{len(store):,} right, {damaged:,} wrong"
+        text += ", removed" if damaged else ""
+        text += f", {unreadable:,} cannot be read" if unreadable else ""
+        click.echo(f"{each.folder.name}: {text}")
+    sys.exit(0 if is_right else 1)
 
 
-def _damaged(store: Store) -> int:
-    """The number of wrong rows, which are removed."""
-    damaged = 0
+def _verify(store: Store) -> tuple[int, int]:
+    """The numbers of wrong rows, which are removed, and of those that cannot be read."""
+    damaged = unreadable = 0
     while not store.is_known:
         store.look()
     with mmap.mmap(-1, store.row_bytes) as row, memoryview(row) as view:
         for key in store:
             try:
-                with suppress(FileNotFoundError):  # a replica has just removed it
-                    store.read(key, view)
+                store.read(key, view)
+            except FileNotFoundError:  # a replica has just removed it
+                continue
             except DamagedRowError:
                 damaged += 1
-    return damaged
+            except OSError as error:
+                click.echo(f"{store.folder.name}: {key.hex()}: {error}", err=True)
+                unreadable += 1
+    return damaged, unreadable
 
 
 @disk.command()

@@ -30,7 +30,7 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -111,8 +111,10 @@ class Disk:
         self._sketches: dict[str, Sketch] = {}  # by canary
         self._compared: dict[str, Sketch] = {}  # those of them that the store agrees with
         self._once: OrderedDict[bytes, None] = OrderedDict()  # chunks that one request had
-        self._wanted: dict[bytes, None] = {}  # to be saved
-        self._touched: set[bytes] = set()
+        self._wanted: dict[bytes, int] = {}
+        """Chunks to be saved, and when they were used, in nanoseconds."""
+        self._touched: dict[bytes, int] = {}
+        """Chunks of the store, and when they were used since it was told."""
         self._open_at = self._save_at = 0.0
         self._news = asyncio.Event()
         self._thread = DaemonThreads(1, "xavier-disk")
@@ -147,9 +149,9 @@ class Disk:
     def used(self, keys: Iterable[bytes]) -> None:
         """A request, or a peer, had these chunks."""
         again = []
-        for key in keys:
+        for key, used in _from_the_head(keys):
             if key in self.index:
-                self._touched.add(key)
+                self._touched[key] = used
             elif self._saves_all or key in self._once:
                 again.append(key)
             else:
@@ -160,7 +162,9 @@ class Disk:
 
     def keep(self, keys: Iterable[bytes]) -> None:
         """Save these chunks, such as those of a named prefix."""
-        self._wanted.update((key, None) for key in keys if key not in self.index)
+        for key, used in _from_the_head(keys):
+            if key not in self.index:
+                self._wanted[key] = max(used, self._wanted.get(key, 0))
         for key in [*islice(self._wanted, max(0, len(self._wanted) - self._pool.slots))]:
             del self._wanted[key]  # there is no room for it in the pool
         if self._wanted:
@@ -283,15 +287,15 @@ class Disk:
             await self._agree(store)
         if store is not self._store or self.state is DiskState.DIFFERS:
             return
-        touched, rows = set[bytes](), list[Row]()
-        if self._saves:
-            touched, self._touched = self._touched, touched
-            rows = self._pinned()
+        touched, self._touched = self._touched, {}
+        rows = self._pinned() if self._saves else []
         try:
             failure = await self._call(self._update, store, touched, rows)
         finally:
             self._pool.unpin(rows)
         if failure is not None:
+            if store is self._store:
+                self._touched = {**touched, **self._touched}
             self._cannot_write(failure)
         elif rows:
             self.stats.problem = ""
@@ -336,12 +340,13 @@ class Disk:
         """Some rows to save, pinned."""
         rows: list[Row] = []
         for key in [*islice(self._wanted, 64 * _BATCH)]:
-            del self._wanted[key]
+            used = self._wanted.pop(key)
             row = None if key in self.index else self._pool.lookup(key)
             if row is None or row.origin is not None or row.checksum is None or row.probation:
                 continue
             if self._pool.pin_row(row):
                 rows.append(row)
+                self._touched[key] = used  # once it is written
                 if len(rows) == _BATCH:
                     break
         return rows
@@ -378,7 +383,6 @@ class Disk:
 
     def _open(self, namespace: str) -> Store:
         self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        disk.remove_unused(self._parent, time.time())
         row_bytes = self._region.row_bytes
         limit = self._max_bytes or shutil.disk_usage(self._parent).total // _SHARE
         self.stats.limit_bytes = limit
@@ -386,7 +390,8 @@ class Disk:
         if not store.max_rows:
             reason = f"{limit} bytes hold no chunk of {row_bytes}"
             raise OSError(errno.ENOSPC, reason, str(self._parent))
-        store.touch(())
+        store.touch({})
+        disk.remove_unused(self._parent, time.time())
         store.look()
         return store
 
@@ -398,7 +403,7 @@ class Disk:
         return None
 
     def _update(
-        self, store: Store, touched: Iterable[bytes], rows: Sequence[Row]
+        self, store: Store, touched: Mapping[bytes, int], rows: Sequence[Row]
     ) -> OSError | None:
         """Returns why not all could be written."""
         store.look()
@@ -407,11 +412,18 @@ class Disk:
                 store.touch(touched)
             for row in rows:
                 assert row.checksum is not None, "only such rows are saved"
-                store.write(row.key, self._region.row(row.slot).data, row.checksum)
-                self.stats.written_bytes += store.row_bytes
+                if store.write(row.key, self._region.row(row.slot).data, row.checksum):
+                    self.stats.written_bytes += store.row_bytes
         except OSError as error:
             return error
         return None
+
+
+def _from_the_head(keys: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+    """These chunks, used now, each a nanosecond before the one in front of it: what is behind a
+    chunk is of no use without it, and is to go first."""
+    now = time.time_ns()
+    return ((key, now - place) for place, key in enumerate(keys))
 
 
 def _merged(sketch: Sketch, noted: Sketch) -> Sketch:
