@@ -75,7 +75,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
     pool = Pool(ROWS)
     disk = Disk(parent, ROUNDS_KEPT * ROWS * ROW_BYTES, "model", region, pool)
     disk.move("namespace")
-    running = asyncio.ensure_future(disk.run(lambda _: None))
+    running = asyncio.ensure_future(disk.run(lambda: None))
     disk.probed(b"canary", {})
     files = _Files(parent / "files", region)
     rates: dict[str, list[float]] = {

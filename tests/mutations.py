@@ -245,9 +245,9 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/replica.py",
-        "(parts or row.origin == peer)",
-        "(row.origin == peer)",
-        "rows of peers that a replica has left, because they compute others, stay in use",
+        "        self._forget_foreign()\n\n    async def",
+        "        self._forget(lambda row: row.origin == peer)\n\n    async def",
+        "rows of a peer that computes others stay in use where they came through a third replica",
         ("tests/replica/test_canary.py",),
     ),
     Mutation(
@@ -289,8 +289,8 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror.py",
-        "known = peer is not None and peer.address is not None and not peer.distrusted",
-        "known = True",
+        "is_member = self.peers.address(name) is not None",
+        "is_member = True",
         "a peer that missed a reset gets what other weights compute",
         ("tests/replica/test_canary.py",),
     ),

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARED = 100_000
 """Sets that are one object wherever they are held; beyond them each holder has its own."""
+MAX_DISTRUSTED = 1000
+"""Replicas remembered of which an audit found that they compute other rows; the oldest go first."""
+MAX_MET = 10_000  # replicas remembered that were members; the oldest go first
 MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 PIECE = 250
 """Keys of a piece: about an eighth of a millisecond."""
@@ -51,7 +54,7 @@ class Mirror:
     """What the replicas other than `incarnation` hold, as of `revision` of `epoch`.
 
     `enabled` is the operator's switch. Nothing can be fetched unless this replica `is_compared`.
-    `differing` are the replicas that were found to compute something else, with how.
+    `differing` are the replicas that it has met and that compute something else, with how.
     """
 
     def __init__(self, incarnation: str, *, max_keys: int = 2_000_000) -> None:
@@ -59,7 +62,6 @@ class Mirror:
         self.enabled = True
         self.settings = INITIAL_SETTINGS
         self._log = RateLimitedLog(logger)
-        self._incarnation = incarnation
         self._max_keys = max_keys
         self.clear()
 
@@ -97,9 +99,8 @@ class Mirror:
     def may_fetch(self, name: str) -> bool:
         """True if this peer can fetch from this replica. It knows its own verdict, which may be
         news to us, but not that we were reset, and left, while it stood still."""
-        peer = self.peers.get(name)
-        known = peer is not None and peer.address is not None and not peer.distrusted
-        return self.is_compared and known
+        is_member = self.peers.address(name) is not None
+        return self.is_compared and is_member and name not in self._distrusted
 
     def is_usable(self, peer: str) -> bool:
         """True if chunks can be fetched from `peer`, provided that it holds any."""
@@ -107,8 +108,17 @@ class Mirror:
 
     def differs(self, name: str) -> bool:
         """True if this peer is known to compute other rows than this replica."""
-        peer = self.peers.get(name)
-        return name in self.differing or (peer is not None and peer.distrusted)
+        return name in self.differing or name in self._distrusted
+
+    @property
+    def unlike(self) -> frozenset[str]:
+        """The peers with which this replica will not share, as far as is known."""
+        undecided = (Verdict.WAITING, Verdict.COMPARED)
+        return frozenset(
+            each.name
+            for each in [*self.peers.values()]
+            if each.name in self._distrusted or each.verdict not in undecided
+        )
 
     @property
     def trusted(self) -> frozenset[str]:
@@ -126,8 +136,10 @@ class Mirror:
         self._usable = 0  # the set of peers that can be fetched from
         self._shared: dict[int, int] = {}
         self._roster: dict[str, Member] = {}  # with this replica
+        self._met: dict[str, None] = {}  # incarnations that we may have rows of
         self.is_compared = False
         self.differing: dict[str, Comparison] = {}  # by incarnation
+        self._distrusted: dict[str, None] = {}  # incarnations; they may leave and come back
 
     def set_compared(self, compared: bool) -> None:
         """Whether this replica computes what others of its namespace compute."""
@@ -135,9 +147,8 @@ class Mirror:
         self._set_usable()
 
     def distrust(self, name: str) -> None:
-        """Nothing can be fetched from this peer, whatever the tracker says."""
-        if (peer := self.peers.get(name)) is not None:
-            peer.distrusted = True
+        """Share nothing with this peer until we leave the namespace, whatever the tracker says."""
+        _remember(self._distrusted, name, MAX_DISTRUSTED)
         self._set_usable()
 
     def apply(self, update: Update) -> None:
@@ -162,13 +173,13 @@ class Mirror:
         if update.settings.version >= self.settings.version:
             self.settings = update.settings
             self.enabled = update.settings.enabled
+        if update.snapshot or update.members or update.left:
+            self._apply_members(update)
         self.differing = {
             each.incarnation: each.comparison
             for each in update.differing
-            if each.incarnation != self._incarnation
+            if each.incarnation in self._met
         }
-        if update.snapshot or update.members or update.left:
-            self._apply_members(update)
         self._set_usable()
         # Build a snapshot aside, so that readers never find it half empty.
         shards = _empty() if update.snapshot else self._shards
@@ -202,6 +213,8 @@ class Mirror:
             self._roster.pop(incarnation, None)
         self._roster |= {member.incarnation: member for member in update.members}
         self.peers.follow(self._roster.values(), update.epoch)
+        for name in self.peers:
+            _remember(self._met, name, MAX_MET)
 
     def record_stale(self, key: bytes, name: str, sequence: int) -> None:
         """Remove an entry: this peer does not hold `key`, and had published up to `sequence`.
@@ -236,7 +249,8 @@ class Mirror:
         self._usable = sum(fetchable) if self.enabled else 0
 
     def _trusts(self, peer: Peer) -> bool:
-        return self.is_compared and peer.verdict is Verdict.COMPARED and not peer.distrusted
+        alike = peer.verdict is Verdict.COMPARED and peer.name not in self._distrusted
+        return self.is_compared and alike
 
     def _apply(self, shards: _Shards, peer: Peer, change: Change, key_bytes: int) -> Iterator[int]:
         peer.is_listed = True
@@ -305,6 +319,13 @@ class Mirror:
         if len(self._shared) >= MAX_SHARED:
             self._shared = {}
         return self._shared.setdefault(peers, peers)
+
+
+def _remember(names: dict[str, None], name: str, most: int) -> None:
+    """The latest go last."""
+    names[name] = names.pop(name, None)
+    if len(names) > most:
+        del names[next(iter(names))]
 
 
 def _empty() -> _Shards:

@@ -2,7 +2,7 @@
 
 A `Peer` has all that is known of another replica: where it is, whether it can be fetched from, how
 long that takes, and until when it is left alone after failures. Whoever drops the record has
-forgotten the peer.
+forgotten the peer; only the mirror remembers whom it distrusts.
 
 A set of sources is an integer that has their bits, so that an index can name the holders of a chunk
 in a few bytes. The host's disk is a source like the peers, and has the first bit. Once a peer is
@@ -122,7 +122,6 @@ class Peer(Source):
     address: str | None = None
     serves: bool = False
     verdict: Verdict = Verdict.WAITING  # the tracker's, on what it computes
-    distrusted: bool = False  # an audit found that it computes other rows
     epoch: str = ""  # of the index that named it last
     is_listed: bool = False  # the mirror may have chunks of it
     published: int = 0
@@ -157,13 +156,6 @@ class Peers(dict[str, Peer]):
     def serving(self) -> frozenset[str]:
         """Those that can be fetched from now. Others may hold chunks, too."""
         return frozenset(peer.name for peer in [*self.values()] if peer.serves)
-
-    @property
-    def unlike(self) -> frozenset[str]:
-        """Those with which this replica will not share, as far as is known."""
-        undecided = (Verdict.WAITING, Verdict.COMPARED)
-        found = (each for each in self.values() if each.distrusted or each.verdict not in undecided)
-        return frozenset(each.name for each in found)
 
     def address(self, name: str) -> str | None:
         """The address of a peer's actor; None if it is not a member."""

@@ -94,12 +94,20 @@ class TestTrust:
         scene.update(compared("peer"))
         assert not scene.mirror.is_usable("peer")
 
-    async def test_ends_with_a_row_that_differs_until_the_peer_leaves(self, scene: Scene) -> None:
+    async def test_ends_with_a_row_that_differs_until_a_reset(self, scene: Scene) -> None:
+        """Its engine is the same when it comes back, after its lease has expired."""
         scene.judged()
         scene.canary.distrust("peer", FOUND)
         assert (scene.told, scene.mirror.is_usable("peer")) == ([("peer", False)], False)
         scene.update()
+        assert scene.mirror.differs("peer"), "its rows may still arrive"
         scene.update(compared("peer"))
+        assert not scene.mirror.is_usable("peer")
+        assert not scene.mirror.may_fetch("peer")
+        assert scene.mirror.unlike == {"peer"}
+        await scene.namespace.part("namespace")
+        scene.update(compared("peer"))
+        scene.judged()
         assert scene.mirror.is_usable("peer")
 
     async def test_is_no_business_of_a_stranger(self, scene: Scene) -> None:
@@ -117,15 +125,20 @@ class TestWhatDiffers:
         assert scene.canary.stats.peer == "first"
 
     async def test_is_told_once_although_it_has_left(self, scene: Scene) -> None:
+        scene.update(compared("peer"), compared("unlike"))
         for _ in range(2):
             scene.update(compared("peer"), differing=(UNLIKE,))
         assert (scene.told, scene.moves) == ([("unlike", False)], [])
         assert scene.mirror.differs("unlike")
 
-    @pytest.mark.parametrize(("parts", "left"), [(False, [b"own", b"other's"]), (True, [b"own"])])
-    def test_is_forgotten_and_what_came_from_others_too_if_we_leave_them(
-        self, parts: bool, left: list[bytes]
-    ) -> None:
+    async def test_is_no_news_to_a_replica_that_never_met_it(self, scene: Scene) -> None:
+        """A tracker lists whoever differed as long as the namespace lasts."""
+        scene.update(compared("peer"), differing=(UNLIKE,))
+        assert (scene.told, scene.canary.stats.differing) == ([], 0)
+
+    @pytest.mark.parametrize("parts", [False, True])
+    def test_is_forgotten_and_what_came_from_others_too(self, parts: bool) -> None:
+        """They may have got it from there. What this engine has computed stays."""
         pool = Pool(3)
         for key, origin in ((b"own", None), (b"peer's", "peer"), (b"other's", "other")):
             (row,) = pool.reserve([key]).rows
@@ -133,8 +146,9 @@ class TestWhatDiffers:
             pool.commit(row)
         client = SimpleNamespace(events=SimpleNamespace(differs=lambda *_: None))
         replica: Any = SimpleNamespace(_client=client, _forget=partial(flush, pool))
+        replica._forget_foreign = partial(Replica._forget_foreign, replica)
         Replica._differs(replica, "peer", FOUND, parts)
-        assert [key for key in (b"own", b"peer's", b"other's") if pool.lookup(key)] == left
+        assert [key for key in (b"own", b"peer's", b"other's") if pool.lookup(key)] == [b"own"]
 
 
 class Recorder:
@@ -153,8 +167,8 @@ class Recorder:
     def audit_failed(self, *arguments: Any) -> None:
         self.told.append(("audit failed", *arguments))
 
-    def flush(self, donor: str | None) -> int:
-        self.told.append(("flush", donor))
+    def flush(self) -> int:
+        self.told.append(("flush",))
         return 0
 
 
@@ -166,12 +180,12 @@ class Recorder:
         (Lost(), [], ComparisonStats(lost_probes=1)),
         (
             Audited("peer", FOUND),
-            [("audit failed", "peer", FOUND), ("distrust", "peer", FOUND), ("flush", "peer")],
+            [("audit failed", "peer", FOUND), ("distrust", "peer", FOUND)],
             ComparisonStats(audits=1, failed_audits=1),
         ),
         (
             Audited(None, FOUND),
-            [("audit failed", None, FOUND), ("flush", None)],
+            [("audit failed", None, FOUND), ("flush",)],
             ComparisonStats(audits=1, failed_audits=1),
         ),
     ],
@@ -179,8 +193,8 @@ class Recorder:
         "a canary is to be compared",
         "an audit without a difference is counted",
         "a probe that the engine did not compute is counted",
-        "after a difference all rows from that donor are dropped",
-        "and from any donor if it is not known",
+        "after a difference its donor is distrusted",
+        "all is dropped if the rows were our own",
     ],
 )
 def test_what_follows_from_a_probe(

@@ -119,8 +119,8 @@ class Life:
         await fetching
         return fetch
 
-    def forget(self, origin: str) -> None:
-        flush(self.pool, lambda row: row.origin == origin)
+    def forget_foreign(self) -> None:
+        flush(self.pool, lambda row: row.origin is not None)
 
     def holds(self, keys: Sequence[bytes]) -> bool:
         """Whether the pool has the right bytes of these chunks."""
@@ -139,7 +139,7 @@ class Life:
 async def life(parent: Path, canary: Sketch | None = CANARY, **options: Any) -> AsyncIterator[Life]:
     """With a `canary` that its engine computes at the start."""
     replica = Life(parent, **options)
-    running = asyncio.ensure_future(replica.disk.run(replica.forget))
+    running = asyncio.ensure_future(replica.disk.run(replica.forget_foreign))
     if canary is not None:
         replica.disk.probed(b"canary", canary)
         await replica.until(lambda: replica.disk.state in (DiskState.OPEN, DiskState.DIFFERS))

@@ -243,9 +243,9 @@ class Disk:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    async def run(self, forget: Callable[[str], object]) -> None:
+    async def run(self, forget_foreign: Callable[[], None]) -> None:
         """Save what is wanted, and learn what others save, until cancelled. If the engine turns
-        out to compute other rows, `forget` those that came from the disk."""
+        out to compute other rows, `forget_foreign` ones."""
         while True:
             before = self.state
             with suppress(TimeoutError):
@@ -258,7 +258,7 @@ class Disk:
                 if self.state is not DiskState.DIFFERS:
                     self._close()
             if self.state is DiskState.DIFFERS is not before:
-                forget(DISK)
+                forget_foreign()
 
     async def _begin(self) -> Store | None:
         """The namespace's store, opened anew; None if there is none, or until the next try."""
@@ -459,5 +459,5 @@ class NoDisk(Disk):
     def report(self) -> DiskStats:
         return DiskStats()
 
-    async def run(self, forget: Callable[[str], object]) -> None:
+    async def run(self, forget_foreign: Callable[[], None]) -> None:
         pass

@@ -281,7 +281,7 @@ class WarmJoin:
             if new := peers.serving & self._mirror.trusted - asked:
                 asked |= new
                 await self._fetch_hottest(new, deadline)
-            elif peers.members <= asked | peers.unlike:
+            elif peers.members <= asked | self._mirror.unlike:
                 return
             else:
                 await asyncio.sleep(_LOOK)

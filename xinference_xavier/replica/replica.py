@@ -285,7 +285,7 @@ class Replica:
                 self._housekeep(),
                 self.warm_join.run(),
                 self._end_late_links(),
-                self._disk.run(self.flush),
+                self._disk.run(self._forget_foreign),
             )
         ]
         scope.undo(self._end, background)
@@ -326,11 +326,10 @@ class Replica:
         self._client.publisher.enqueue(keys, held=True)
 
     def _differs(self, peer: str, found: Difference, parts: bool) -> None:
-        """What we have fetched from the peer may be wrong, too. If we leave the namespace, so may
-        what we have from its other members."""
+        """What we have fetched may be wrong, too: others may have got it from the peer."""
         if parts:
             self._client.events.differs(peer, found)
-        self._forget(lambda row: row.origin is not None and (parts or row.origin == peer))
+        self._forget_foreign()
 
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
@@ -361,13 +360,16 @@ class Replica:
                     self._audit_failed(donor, found)
 
     def _audit_failed(self, donor: str | None, found: Difference) -> None:
-        """Drop all rows with the same origin, and fetch no more from there."""
+        """Fetch no more from there, and drop what was fetched from anywhere; all rows if they were
+        our own."""
         self._client.events.audit_failed(donor, found)
-        if donor == DISK:
+        if donor is None:
+            self.flush()
+        elif donor == DISK:
             self._disk.distrust(found)
-        elif donor is not None:
-            self.canary.distrust(donor, found)
-        self.flush(donor)
+            self._forget_foreign()
+        else:
+            self.canary.distrust(donor, found)  # calls `_differs`
 
     def _not_sharing(self) -> NotSharing | None:
         """Why the replica cannot fetch from any peer; None if it can."""
@@ -405,10 +407,13 @@ class Replica:
         """Share again with replicas of the same version; False if there was no reset."""
         return await finishing(self._namespace.rejoin(version, self._namespace.announced))
 
-    def flush(self, donor: str | None = None) -> int:
-        """Forget all READY chunks, or those from `donor`; returns how many. vLLM's prefix cache
-        keeps what it has."""
-        return self._forget(lambda row: donor in (None, row.origin))
+    def flush(self) -> int:
+        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
+        return self._forget(lambda _: True)
+
+    def _forget_foreign(self) -> None:
+        """Keep only what the engine has computed."""
+        self._forget(lambda row: row.origin is not None)
 
     def _forget(self, of: Callable[[Row], bool]) -> int:
         keys = flush(self._pool, of)
