@@ -54,8 +54,14 @@ class Queued:
         self.asked: list[tuple[list[int], str]] = []
         self.aborted: list[str] = []
         self.error: Exception | None = None
+        self.cannot = ""
+        self.is_paused = False
+        self.salts: list[str] = []
 
     def ask(self, tokens: Sequence[int], salt: str) -> str | None:
+        self.salts.append(salt)
+        if self.is_paused:
+            return None
         if self.error is not None:
             raise self.error
         self.asked.append((list(tokens), salt))
@@ -158,6 +164,22 @@ class TestCanary:
         assert len(one) == CHUNK + 1
         assert all(100 < token < VOCABULARY - 100 for token in one), "special ones are at the ends"
         assert secret != another, "or a client could guess it"
+
+    def test_a_paused_engine_is_asked_again_and_nothing_stays_of_what_it_refused(self) -> None:
+        scene = Scene()
+        scene.queued.is_paused = True
+        for _ in range(3):
+            assert scene.probes.work() == []
+        assert len(scene.queued.salts) == 3
+        assert [scene.probes.of(salt) for salt in scene.queued.salts] == [None] * 3
+        scene.queued.is_paused = False
+        assert scene.next().req_id
+
+    def test_an_engine_that_cannot_compute_it_is_not_asked(self) -> None:
+        scene = Scene()
+        scene.queued.cannot = "its model generates nothing"
+        assert scene.probes.work() == []
+        assert scene.queued.salts == []
 
     def test_it_is_computed_once(self) -> None:
         scene = Scene()

@@ -67,8 +67,28 @@ def sketch_of(layers: Caches, pages: CanonicalKVCaches, spec: KVCacheSpec = ATTE
         cell_bytes=len(cell),
         blocks_per_chunk=BLOCKS_PER_CHUNK,
     )
-    assert sketcher.has_places
+    assert not sketcher.unlocated
     return sketcher.sample([Row(KEY, 0)])
+
+
+def test_a_group_whose_layers_lie_elsewhere_is_named() -> None:
+    """The other groups alone would not show that it is computed differently."""
+    layers = caches()
+    pages = one_by_one(layers)
+    groups = {
+        0: KVCacheGroupSpec([LAYERS[0]], ATTENTION),
+        1: KVCacheGroupSpec([LAYERS[1]], ATTENTION),
+        2: KVCacheGroupSpec([], ATTENTION),  # all of its layers are in other stages
+    }
+    first, second = pages.group_data_refs[0]
+    pages = CanonicalKVCaches(pages.tensors, [[first], [second], []])
+    layers[LAYERS[1]] = layers[LAYERS[1]].clone()
+    described = describe_pages(groups, layers, pages, BLOCKS_PER_CHUNK)
+    region = Region.create(1, 4096)
+    sketcher = Sketcher(
+        region, described, cells=1, cell_bytes=4096, blocks_per_chunk=BLOCKS_PER_CHUNK
+    )
+    assert sketcher.unlocated == [1]
 
 
 def sketch(change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Sketch:

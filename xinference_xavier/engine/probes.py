@@ -189,7 +189,7 @@ class Probes:
             self._wait(now)
             self._log.warn("lost", "the engine did not compute a probe: id=%s", running.req_id)
             results.append(Lost())
-        if self._running is None and now >= self._not_before:
+        if self._running is None and now >= self._not_before and not self._requests.cannot:
             self._ask(now)
         return results
 
@@ -234,6 +234,7 @@ class Probes:
             req_id = None
         if req_id is None:
             self._running = None
+            del self._asked[probe.salt]
             return
         probe.req_id = req_id
         if self.audits is not None and probe.audit is not None:

@@ -46,10 +46,13 @@ def describe_pages(
     pages: CanonicalKVCaches,
     blocks_per_chunk: int,
 ) -> dict[str, list[_Part]]:
-    """JSON-able: the parts of each group by its number. `layers` are this worker's tensors."""
+    """JSON-able: the parts of each group by its number, without groups that have no layers in this
+    worker's stage of a pipeline. `layers` are its tensors."""
     offsets = tensor_offsets(pages, blocks_per_chunk)
     described = {}
     for (number, group), refs in zip(groups.items(), pages.group_data_refs, strict=True):
+        if not group.layer_names:
+            continue
         places = [(offsets[ref.tensor_idx], pages.tensors[ref.tensor_idx]) for ref in refs]
         described[str(number)] = [
             part
@@ -114,8 +117,9 @@ class Sketcher:
         }
 
     @property
-    def has_places(self) -> bool:
-        return any(self._places.values())
+    def unlocated(self) -> list[int]:
+        """The groups of which nothing says where they have numbers."""
+        return [int.from_bytes(group) for group, places in self._places.items() if not places]
 
     def sample(self, rows: Iterable[Row]) -> Sketch:
         """By layer. `rows` must not change meanwhile."""

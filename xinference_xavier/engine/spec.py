@@ -234,8 +234,9 @@ class XavierSpec(OffloadingSpec):
         )
         if not shares:
             requests = OwnRequests(None, NotSharing.NO_PREFIX_CACHING)
-        elif not sketcher.has_places:
-            requests = OwnRequests(None, "nothing says where its KV cache has numbers")
+        elif unlocated := sketcher.unlocated:
+            cannot = f"nothing says where KV-cache group {unlocated[0]} has numbers"
+            requests = OwnRequests(None, cannot)
         else:
             requests = OwnRequests.at(vllm_config)
         probes = partial(
