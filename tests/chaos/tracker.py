@@ -85,7 +85,7 @@ class FaultyTracker(BlockTracker):
         self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
     ) -> Outcome:
         if self.mutation is Mutation.SEQUENCE:
-            known = self._namespaces.find(namespace, incarnation)
+            known = self._namespaces.find(namespace)
             lease = known.index._leases.get(incarnation) if known is not None else None
             if lease is not None:
                 lease.sequence = sequence - 1

@@ -165,6 +165,12 @@ class TestTracker:
         assert members["a"] == compared("a")
         assert members["b"].comparison.verdict is Verdict.DIFFERS
 
+    async def test_one_that_is_refused_sets_no_example(self, tracker: BlockTracker) -> None:
+        await self.join(tracker, B)
+        with pytest.raises(ValueError, match="keys of 8 bytes"):
+            await tracker.join(NS, A, 8, Settings(), report=report(short=2.0))
+        assert (await self.join(tracker, B, report(short=1.0))).verdict is Verdict.COMPARED
+
     async def test_or_is_compared_later(self, tracker: BlockTracker) -> None:
         assert (await self.join(tracker, A)).verdict is Verdict.WAITING
         await self.join(tracker, B)

@@ -44,7 +44,7 @@ async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespac
     assert namespaces.expire(9.9) == []
     assert namespaces.expire(10.0) == ["a"]
     assert list(dict(namespaces.items())) == ["two"]
-    assert namespaces.find("one", "a") is None
+    assert namespaces.find("one") is None
     namespaces.extend_leases(3.0)
     assert namespaces.expire(17.9) == []
     namespaces.leave("two", "b", moving=False, now=18.0)

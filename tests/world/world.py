@@ -324,7 +324,7 @@ class Replica(Elsewhere):
 
     def _publish(self, added: bytes, removed: bytes) -> None:
         self._sequence += 1
-        found = self._world.tracker.namespaces.find("n", self.incarnation)
+        found = self._world.tracker.namespaces.find("n")
         if found is not None:
             found.publish(self.incarnation, self._sequence, added, removed)
 

@@ -56,9 +56,9 @@ class Verdict(enum.Enum):
 
 
 class Comparison(NamedTuple):
-    """A replica's canaries beside those of the first in its namespace that had computed them.
+    """How a replica's canaries compare with those of the first member that computed them.
 
-    If it DIFFERS, `peer` is the incarnation of that first one. `reason` says why it CANNOT, too.
+    If it DIFFERS, `peer` is that first one's incarnation. `reason` says why it CANNOT, too.
     """
 
     verdict: Verdict = Verdict.WAITING
@@ -85,10 +85,6 @@ class Member(NamedTuple):
     address: str
     serves: bool = True
     comparison: Comparison = Comparison()
-
-    @property
-    def is_compared(self) -> bool:
-        return self.comparison.verdict is Verdict.COMPARED
 
 
 class JoinReply(NamedTuple):

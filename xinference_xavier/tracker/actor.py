@@ -202,7 +202,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         events: tuple[dict[str, Any], ...] = (),
     ) -> bool:
         """Renew the lease and keep `stats` and `events`; False if the replica has to join first."""
-        found = self._namespaces.find(namespace, incarnation)
+        found = self._namespaces.find(namespace)
         if found is None or not found.index.renew(incarnation, self._clock()):
             return False
         check_stats(stats)
@@ -226,7 +226,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def set_serving(self, namespace: str, incarnation: str, serves: bool) -> None:
         """Tell the others whether they can fetch from `incarnation` now."""
-        found = self._namespaces.find(namespace, incarnation)
+        found = self._namespaces.find(namespace)
         if found is not None:
             found.index.set_serving(incarnation, serves)
             found.wake()
@@ -248,7 +248,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     ) -> Outcome:
         """Apply a publication: the packed keys that `incarnation` holds from now on, and those it
         no longer holds."""
-        found = self._namespaces.find(namespace, incarnation)
+        found = self._namespaces.find(namespace)
         if found is None:
             return Outcome.UNKNOWN
         return found.publish(incarnation, sequence, added, removed)
@@ -257,7 +257,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self, namespace: str, incarnation: str, sequence: int, keys: bytes
     ) -> Outcome:
         """Replace everything `incarnation` holds by the packed `keys`."""
-        found = self._namespaces.find(namespace, incarnation)
+        found = self._namespaces.find(namespace)
         if found is None:
             return Outcome.UNKNOWN
         return found.publish(incarnation, sequence, keys, b"", replaces=True)
@@ -284,7 +284,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def release(self, namespace: str, incarnation: str, keys: bytes) -> None:
         """End the claim of `incarnation` on the packed `keys`."""
-        found = self._namespaces.find(namespace, incarnation)
+        found = self._namespaces.find(namespace)
         if found is not None:
             found.release(incarnation, keys)
 

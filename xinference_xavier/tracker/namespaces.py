@@ -164,13 +164,13 @@ class Namespaces:
     def items(self) -> ItemsView[str, Namespace]:
         return self._all.items()
 
-    def find(self, name: str, incarnation: str) -> Namespace | None:
+    def find(self, name: str) -> Namespace | None:
         """The namespace, None if it has no members."""
         return self._all.get(name)
 
     def find_member(self, name: str, incarnation: str) -> Namespace:
         """Like `find`; raises NotMemberError unless `incarnation` is a member."""
-        namespace = self.find(name, incarnation)
+        namespace = self.find(name)
         if namespace is None or incarnation not in namespace.index:
             raise NotMemberError(
                 f"{incarnation!r} is not a member of namespace {name!r}; join first"
@@ -207,15 +207,16 @@ class Namespaces:
                 f"replica {member.incarnation!r} exceeds the {MAX_MEMBERS} of model "
                 f"{self._model_uid!r}; launch a second model uid"
             )
+        namespace.index.join(member, key_bytes, now)  # first: who is refused sets no example
         found = namespace.judge.compare(member.incarnation, canaries, report.cannot)
-        namespace.index.join(member._replace(comparison=found), key_bytes, now)
+        namespace.index.judge(member.incarnation, found)
         self._all[name] = namespace
         namespace.wake()
         self._moving.pop(member.incarnation, None)
         return namespace.index
 
     def leave(self, name: str, incarnation: str, moving: bool, now: float) -> None:
-        namespace = self.find(name, incarnation)
+        namespace = self.find(name)
         member = None if namespace is None else namespace.index.leave(incarnation)
         if not moving:
             self._moving.pop(incarnation, None)
