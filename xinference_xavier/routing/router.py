@@ -104,7 +104,8 @@ class Router:
         requests that can go elsewhere, in the order in which they were sent."""
         if (replica := self.replicas.pop(name, None)) is None:
             return []
-        self._expected.clear()
+        self._expected.clear()  # another replica may get its bit
+        self._cached.clear()
         lost = []
         for place in sorted(replica.places, key=lambda place: place.at):
             if place is place.route.prefill:
