@@ -26,6 +26,7 @@ from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, P
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.reach import fell_back
 from xinference_xavier.replica.reports import Publisher
 
 ROWS = 8
@@ -302,6 +303,16 @@ async def test_a_transport_that_failed_is_left_alone_for_a_while(fetching: Fetch
     await fetching.fetch()
     assert fetching.rolled_back == []
     assert fetching.mirror.peers["donor"].broken["nixl"].is_on
+
+
+async def test_a_transport_that_works_again_starts_anew(fetching: Fetching) -> None:
+    """Its next failure is the first one, and does not count for a double pause."""
+    fetching.meet_donor()
+    donor = fetching.mirror.peers["donor"]
+    fell_back(donor, [("gloo", "no route"), ("nixl", "no such device")])
+    fetching.arrive.set()
+    await fetching.fetch()
+    assert donor.broken.keys() == {"nixl"}
 
 
 @pytest.mark.parametrize(

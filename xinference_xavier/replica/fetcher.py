@@ -214,6 +214,8 @@ class Fetcher:
             if peer is not None:
                 peer.linked_by = result.transport
                 reach.fell_back(peer, result.failed)
+                if result.reason is None:
+                    peer.broken.pop(result.transport, None)
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
         if self._differs(fetch.source) or parts != self._namespace.parts:
