@@ -69,6 +69,8 @@ interface Replica extends Counters {
   pool: Pool;
   disk: Disk;
   comparison: Comparison;
+  verdict: string;
+  verdict_reason: string;
   transport: string | null;
 }
 

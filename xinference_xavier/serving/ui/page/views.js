@@ -192,6 +192,8 @@ function notesOf(replica, load) {
     load?.accepts === false && text.atLimit,
     names !== "" && fill(text.fromEnvironment, { names }),
     replica.draining && fill(text.draining, { requests: load?.requests ?? "?" }),
+    replica.verdict === "cannot compare" &&
+      fill(text.cannotCompare, { reason: replica.verdict_reason }),
     replica.stale && text.stale,
   ].filter(Boolean);
 }
