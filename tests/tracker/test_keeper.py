@@ -11,6 +11,7 @@ import pytest
 import xoscar as xo
 
 from tests.harness.remote import PATIENCE
+from tests.logged import messages
 from tests.tracker_pools import MODEL, NAMESPACE
 from xinference_xavier.errors import NamesError, PrefixNotFoundError, PrefixRefusedError
 from xinference_xavier.pool.pool import Pool, flush
@@ -357,7 +358,9 @@ async def test_a_text_of_the_wrong_length_is_refused(
         await cluster.report()
 
 
-async def test_one_call_that_fails_ends_no_computation(cluster: Cluster) -> None:
+async def test_one_call_that_fails_ends_no_computation(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     cluster.hanging = "m-0"
     for name in ("m-1", "m-2"):
         await cluster.report_load(name, prefill_tokens=9)
@@ -368,6 +371,7 @@ async def test_one_call_that_fails_ends_no_computation(cluster: Cluster) -> None
     cluster.replicas["m-0"].silent = False
     await cluster.look()
     assert (await cluster.report())["state"] == "computing"
+    assert messages(caplog) == [], "replicas are called each second"
 
 
 async def test_terms_that_change_are_those_of_the_text_that_has_the_name(cluster: Cluster) -> None:
