@@ -145,7 +145,7 @@ def _damage_notes(folder: Path, source: random.Random) -> None:
 
 
 def _remove(cluster: Cluster, _: Step) -> bool:
-    """As an operator may, without asking anybody."""
+    """Remove it as an operator may, without a word to anybody."""
     with cluster.resets:
         stores = [each.folder for each in disk.summaries(cluster.disk) if each.rows]
         if not stores:

@@ -1,4 +1,4 @@
-"""Which endpoint and which key a command uses; `test_commands.py` tests errors, and
+"""The endpoint and the key that a command uses; `test_commands.py` tests errors, and
 `client/test_login.py` what is used without a key."""
 
 from typing import NamedTuple, Self

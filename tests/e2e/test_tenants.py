@@ -1,5 +1,5 @@
-"""With `XINFERENCE_XAVIER_TENANTS=api_key`, on a server with accounts: each API key shares with
-itself, over replicas, and with nobody else."""
+"""A server with accounts and `XINFERENCE_XAVIER_TENANTS=api_key`: each API key shares with itself,
+over replicas, and with no other."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -54,7 +54,7 @@ def one_by_one(layers: Caches) -> CanonicalKVCaches:
 
 
 def sketch_of(layers: Caches, pages: CanonicalKVCaches, spec: KVCacheSpec = ATTENTION) -> Sketch:
-    """Of the chunk in the caches' first two blocks, with both workers' cells alike."""
+    """The sketch of the chunk in the caches' first two blocks; both workers' cells are alike."""
     groups = {0: KVCacheGroupSpec([*layers], spec)}
     described = describe_pages(groups, layers, pages, BLOCKS_PER_CHUNK)
     cell = b"".join(each.tensor[:BLOCKS_PER_CHUNK].numpy().tobytes() for each in pages.tensors)
@@ -216,9 +216,9 @@ FORMATS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "nvfp4": (torch.uint8, scaled("fp4", 16, "float8_e4m3fn")),
     "nvfp4_4over6": (torch.uint8, scaled("fp4", 16, "float8_e4m3fn")),
 }
-"""By the cache's type: the type of its tensors, and how vLLM writes a token's numbers."""
+"""The type of the tensors, and how vLLM writes a token's numbers, for each type of cache."""
 INDEXER = (torch.uint8, beside((128, scaled("fp8", 128, "float32"))))
-"""Of sparse attention, beside any type."""
+"""The indexer of sparse attention, which stands beside any type."""
 
 
 def layers_of(

@@ -26,7 +26,7 @@ def compared(name: str, address: str = "127.0.0.1:1", serves: bool = True) -> Me
 
 
 def compared_mirror(name: str) -> Mirror:
-    """Of a replica that was compared."""
+    """The mirror of a replica that was compared."""
     mirror = Mirror(name)
     mirror.set_compared(True)
     return mirror

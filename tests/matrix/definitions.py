@@ -30,7 +30,7 @@ class Definition(NamedTuple):
 
 
 def definitions() -> Iterator[Definition]:
-    """Those that name a vLLM, by name."""
+    """The definitions that name a vLLM, in the order of their names."""
     if not BUILTIN_LLM_FAMILIES:
         xinference.model.llm._install()
     for family in sorted(BUILTIN_LLM_FAMILIES, key=lambda family: family.model_name.lower()):

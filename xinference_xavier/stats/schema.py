@@ -29,9 +29,9 @@ class Figure:
     call it; empty if they lack it.
 
     `read` takes the object that has the figure. It returns a number, a `Histogram`, None if there
-    is none now, or any of these by the values of the `labels`. If there are `known` ones, a label
-    has only these, and each from the start: Prometheus would miss the first count of a series that
-    begins with it.
+    is none now, or a dictionary of these by the values of the `labels`. If there are `known`
+    values, a label has only these, and each from the start: Prometheus would miss the first count
+    of a series that begins with it.
     """
 
     text: str
@@ -50,7 +50,7 @@ class Figure:
         return "counter" if self.metric.endswith("_total") else "gauge"
 
     def values(self, source: object) -> dict[tuple[str, ...], Any]:
-        """By the values of the labels; empty if there is none now."""
+        """The figure's values by those of its labels; empty if there is none now."""
         value = self.read(source)
         if value is None:
             return {}
