@@ -178,7 +178,7 @@ class TestFetch:
     ) -> None:
         consumer = await sides.start("consumer", kind.stallable)
         donor = await sides.start("donor", kind.stalling)
-        result = await consumer.pull(donor, range(8), timeout=0.5)
+        result = await consumer.pull(donor, range(8), timeout=2.0)
         assert result == PullResult(ROWS_BEFORE_STALL, "timeout")
         assert await consumer.links() == 0
 
