@@ -173,10 +173,10 @@ def test_explaining_a_chat(pair: Pair) -> None:
 
 
 def test_flush_and_switch(pair: Pair) -> None:
-    pair.first.store([make_key(number) for number in fresh_numbers(2)])
-    held = sorted(pair.first.held())
+    stored = [make_key(number) for number in fresh_numbers(2)]
+    pair.first.store(stored)
     refused = run(pair.api.endpoint, "flush", MODEL, text="n\n")
-    assert (refused.exit_code, sorted(pair.first.held())) == (1, held)
+    assert (refused.exit_code, set(stored) <= set(pair.first.held())) == (1, True)
     assert f"Empty the pools of all replicas of {MODEL}? [y/N]" in refused.output
     assert run(pair.api.endpoint, "flush", MODEL, text="").exit_code == 1  # nobody answers
     assert "pools of 2 replicas are empty" in done(pair.api.endpoint, "flush", MODEL, text="y\n")
