@@ -35,7 +35,7 @@ ROW = np.frombuffer(mmap.mmap(-1, ROW_BYTES), np.uint8)
 
 
 def key(number: int) -> bytes:
-    """Those of successive numbers are in different folders."""
+    """The chunk with this number. Successive ones are in different folders."""
     return number.to_bytes(4, "little") * 9
 
 
@@ -68,7 +68,7 @@ class NumberedStore(Store):
         return True
 
     def saved(self) -> set[int]:
-        """Those in the store, as far as this one knows."""
+        """The numbers of the chunks that this store knows of."""
         self.look()
         return {int.from_bytes(each[:4], "little") for each in self}
 

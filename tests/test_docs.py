@@ -247,7 +247,7 @@ def test_files_that_the_readmes_name_exist() -> None:
 
 
 def commands(page: str) -> list[str]:
-    """The code blocks without their comments; directives, such as an image, are none."""
+    """The code blocks without their comments. A directive, such as an image, is no code."""
     return [re.sub(r"\s*#.*", "", block) for block in blocks(page) if "```{" not in block]
 
 

@@ -44,7 +44,7 @@ class Architecture(NamedTuple):
     loads_all: bool = True
     """Whether vLLM loads whole prompts. With windows or states, it computes the last chunk."""
     all_but_a_token: bool = False
-    """Whether it counts the last token of a whole prompt, which it computes again."""
+    """True if the last token of a whole prompt counts as a hit, although it is computed again."""
     pool_bytes: int = 7 << 20
     """Too few rows for the longest prompt, but enough for the others."""
     fills_pool: bool = True

@@ -150,7 +150,7 @@ async def life(parent: Path, canary: Sketch | None = CANARY, **options: Any) -> 
 
 
 def canaries(store: Path) -> set[bytes]:
-    """Those whose results are noted there."""
+    """The canaries that are noted in the store."""
     return {bytes.fromhex(note.stem.split()[1]) for note in store.glob("canary *")}
 
 

@@ -1,5 +1,6 @@
-"""Peers on this host are linked by shared memory; others, and those with which that failed, by
-another transport. Processes on different hosts must never count as being on one host."""
+"""Peers on this host are linked by shared memory. Other peers are linked by another transport, and
+so is one with which shared memory has failed. Processes on different hosts must never count as
+being on one host."""
 
 import logging
 

@@ -53,7 +53,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def next_change(process: TransferProcess) -> bool:
-    """Whether it is ready, once that has changed."""
+    """Wait until it becomes ready, or no longer is; return which."""
     async with asyncio.timeout(PATIENCE):
         await process.ready_changed.wait()
     process.ready_changed.clear()

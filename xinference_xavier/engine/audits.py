@@ -5,7 +5,7 @@ An audit costs the engine a prompt, so there are few: at most one in `AUDIT_INTE
 one token of `AUDIT_SHARE` computed ones, while the engine has nothing else to do. The first chunk
 is compared and, every other time, one at any depth.
 
-Threading: `sample`, `next`, `asked` and `results` are for the replica's background thread,
+Threading: `sample`, `next` and `asked` are for the replica's background thread,
 everything else is for the scheduler thread, which samples nothing: it pins the rows until `sample`
 has done so.
 """
@@ -52,7 +52,7 @@ class Audit:
     epoch: int
 
     def result(self, sketches: Mapping[int, Sketch]) -> Audited:
-        """The first difference from what the engine has computed now, or that there is none."""
+        """The first chunk that differs from what the engine has computed now, or else the first."""
         results = [
             Audited(loaded.donor, difference(loaded.sketch, sketches[end]))
             for end, loaded in sorted(self.chunks.items())

@@ -197,7 +197,7 @@ async def test_what_conflicts_with_the_rest_of_the_definition_is_refused_with_bo
 async def test_what_can_be_installed_or_is_not_known_is_logged_and_launched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resolution: Resolution
 ) -> None:
-    """Where there is no network, xinference may still know an index of its own."""
+    """xinference may know an index of its own, even without a network."""
     uv = Uv(monkeypatch, resolution)
     model = launch(AN_OLD_ONE_OF_ITS_DEFINITION)
     await refuse_unresolvable(model, environment(model))
@@ -217,7 +217,7 @@ async def test_nothing_is_resolved_where_no_pin_is_replaced(
 
 
 def test_uv_says_what_conflicts_and_what_is_not_known(tmp_path: Path) -> None:
-    """With a folder of two small packages."""
+    """A folder of two small packages is the index."""
     for name, requires in (("vllm", "needed<2"), ("needed", "")):
         for version in ("1", "2") if name == "needed" else ("0.32.0",):
             wheel(tmp_path, name, version, requires)

@@ -271,7 +271,7 @@ def test_how_long_people_wait_by_what_was_cached(page: Any, stage: Stage) -> Non
 
 
 def test_a_cluster_of_200_replicas(page: Any, stage: Stage) -> None:
-    """Those that need a look come first, the others are folded."""
+    """Replicas that need a look come first, the others are folded."""
     bad = replica(77, comparison={"failed_audits": 1})
     stage.events = [{"event": "TrackerRegained", "time": time.time(), "incarnation": A}]
     stage.share(model(*(replica(n, received={A: n}) for n in range(77)), bad,

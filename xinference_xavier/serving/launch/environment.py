@@ -47,7 +47,8 @@ class Environment(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """The versions that would be installed, or why there are none: empty if that is not known."""
+    """The versions that would be installed. A `conflict` says why nothing can be; both are empty if
+    that is not known."""
 
     versions: Mapping[str, str]
     conflict: str = ""
