@@ -9,7 +9,8 @@ while the prompt is computed (`delay`). Those that come later wait for the promp
 the others will run, nobody knows: an answer that has begun is taken to be as long as a new one.
 
 A prefill stalls every answer of its replica. If a prefill replica computes it, the decode replica
-fetches the chunks meanwhile, and only this request waits, perhaps longer (`offloaded`).
+fetches the whole chunks meanwhile and computes the few tokens after them, and only this request
+waits, perhaps longer (`offloaded`).
 
 Pure: no I/O, no clock. Times are in seconds.
 """
@@ -147,17 +148,18 @@ class Forecaster:
 
     def _prefill(self, rates: Rates, run: int) -> tuple[float, float]:
         """The seconds for fetching and for computing."""
-        chunk, last = self.size.tokens, self.prompt.tokens - 1  # at least one token is computed
-        alone = self._compute(rates, min(run * chunk, last))
+        alone = self.compute(rates, run)
         if (missing := self.fetchable - run) > 0:
             fetch = rates.fetch_s + rates.byte_s * self.size.bytes * missing
-            rest = self._compute(rates, min(self.fetchable * chunk, last))
+            rest = self.compute(rates, self.fetchable)
             if fetch + rest < alone:
                 return fetch, rest
         return 0.0, alone
 
-    def _compute(self, rates: Rates, first: int) -> float:
+    def compute(self, rates: Rates, held: int) -> float:
+        """The seconds for what follows the `held` chunks: at least the last token."""
         tokens = self.prompt.tokens
+        first = min(held * self.size.tokens, tokens - 1)
         return (tokens - first) * (rates.token_s + rates.depth_s * (first + tokens) / 2)
 
     def _wait(self, replica: Replica, tokens: int, step: Step) -> float:
@@ -191,15 +193,16 @@ def offloaded(found: Sequence[Forecast], forecaster: Forecaster) -> list[Forecas
 
     def leave(each: Forecast) -> Forecast:
         rates = each.replica.rates or forecaster.typical.rates
-        lacks = max(prompt.tokens // size.tokens - each.run, 0)
-        moving = queue + rates.byte_s * size.bytes * lacks
+        chunks = prompt.tokens // size.tokens
+        moving = queue + rates.byte_s * size.bytes * max(chunks - each.run, 0)
         backlog, _, compute, _ = each.terms
         begins = max(backlog, best.terms.first_token, moving) + rates.fetch_s
-        spares = compute * each.replica.report.decoding
-        pays = begins - each.terms.first_token < spares and queue <= compute
+        rest = forecaster.compute(rates, chunks)
+        spares = (compute - rest) * each.replica.report.decoding
+        pays = begins + rest - each.terms.first_token < spares and queue <= compute - rest
         if each.replica.report.role != "decode" or not pays:
             return each
-        terms = each.terms._replace(fetch=begins - backlog, compute=0.0)
+        terms = each.terms._replace(fetch=begins - backlog, compute=rest)
         delay = each.delay - STALL * spares
         return replace(each, terms=terms, work=best.work, delay=delay, prefill=prefill)
 

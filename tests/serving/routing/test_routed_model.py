@@ -11,7 +11,7 @@ import pytest
 import xoscar as xo
 
 from tests.serving.routing.scenarios import STREAMS, search
-from tests.world.world import REPORTS, ModelActor, World, in_world, text
+from tests.world.world import CHUNK, REPORTS, ModelActor, World, in_world, text
 from xinference_xavier.errors import ReplicaNotServingError
 from xinference_xavier.protocol.load import mark_of
 from xinference_xavier.serving.routed_model import RoutedModel, one_token
@@ -217,6 +217,19 @@ async def test_both_replicas_get_the_request_at_the_same_time(world: World, stre
     assert name.startswith(prefill)
     assert prefill_requests(world) == 0
     assert world.router.counts.choices == {"prefill": 1}
+
+
+@in_world()
+async def test_a_prompt_without_a_whole_chunk_is_prefilled_where_it_is_answered(
+    world: World,
+) -> None:
+    """There is nothing to fetch, however many answers the prefill delays."""
+    await divide(world, "d")
+    for number in range(9):
+        world.replicas["d"].other(text(f"other {number}", 100), 10_000)
+    await asyncio.sleep(REPORTS + 0.1)
+    answer = await world.answer(text("short", CHUNK // 2))
+    assert (answer.replica, answer.reason) == ("d", "backlog")
 
 
 @in_world()
