@@ -75,7 +75,7 @@ class Rush(NamedTuple):
     """Prompt tokens, over all engines."""
 
     @classmethod
-    def of(cls, asked: Sequence[Asked], tokens: int) -> Rush:
+    def from_answers(cls, asked: Sequence[Asked], tokens: int) -> Rush:
         computed = sum(tokens - one.cached for one in asked)
         return cls(tuple(one.first for one in asked), computed)
 
@@ -216,7 +216,7 @@ def _rush(fleet: Fleet, names: Sequence[str], prompt: list[int]) -> Rush:
     asking = [fleet[name].begin("timed", prompt, 1) for name in names]
     asked = [each.result() for each in asking]
     fleet.flush()
-    return Rush.of(asked, len(prompt))
+    return Rush.from_answers(asked, len(prompt))
 
 
 def of_rushes(tokens: int, alone: Sequence[Rush], together: Sequence[Rush]) -> dict[str, Any]:

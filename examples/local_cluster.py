@@ -62,7 +62,7 @@ class Completion(NamedTuple):
     seconds: float
 
     @classmethod
-    def of(cls, answer: dict[str, Any], seconds: float) -> Completion:
+    def from_json(cls, answer: dict[str, Any], seconds: float) -> Completion:
         """Read xinference's answer, which must have log-probabilities."""
         choice, usage = answer["choices"][0], answer["usage"]
         details = usage.get("prompt_tokens_details") or {}
@@ -302,7 +302,7 @@ class LocalCluster:
         begin = time.perf_counter()
         answer = self.call("POST", "/v1/completions", body)
         seconds = time.perf_counter() - begin
-        return Completion.of(answer, seconds)
+        return Completion.from_json(answer, seconds)
 
     def xavier(self, model_uid: str) -> dict[str, Any]:
         """What `GET /v1/xavier/{model_uid}` answers."""

@@ -35,7 +35,7 @@ def test_missing_samples_count_as_discarded() -> None:
 
 
 def test_tokens_that_are_not_reused_count_as_computed() -> None:
-    rush = hit.Rush.of([Asked(1.0, (1.0,), 0), Asked(3.0, (3.0,), 896)], 1000)
+    rush = hit.Rush.from_answers([Asked(1.0, (1.0,), 0), Asked(3.0, (3.0,), 896)], 1000)
     assert rush == hit.Rush((1.0, 3.0), 1104)
 
 

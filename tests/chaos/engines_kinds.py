@@ -405,7 +405,7 @@ def _complete(scene: Scene, question: Question, **more: object) -> requests.Resp
     answer = requests.post(url, json=body, timeout=REQUEST_TIMEOUT)
     if not answer.ok:
         raise requests.HTTPError(f"{answer.status_code} {answer.text}")
-    completion = Completion.of(answer.json(), 0.0)
+    completion = Completion.from_json(answer.json(), 0.0)
     scene.loop.call_soon_threadsafe(
         scene.traffic.compare, question, completion, answer.headers.get(_REPLICA, "some replica")
     )

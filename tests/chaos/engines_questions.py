@@ -75,7 +75,7 @@ def ask_for_reference(
 
 
 def _expected(answer: dict[str, Any]) -> Expected:
-    completion = Completion.of(answer, 0.0)
+    completion = Completion.from_json(answer, 0.0)
     margins = []
     for likely in answer["choices"][0]["logprobs"]["top_logprobs"]:
         first, second = sorted(likely.values(), reverse=True)[:2]

@@ -89,7 +89,9 @@ class Traffic:
             answer = await within(
                 REQUEST_TIMEOUT, replica.model.generate(question.text, _configuration(salt))
             )
-            self.compare(question, Completion.of(json.loads(answer), 0.0), replica.incarnation)
+            self.compare(
+                question, Completion.from_json(json.loads(answer), 0.0), replica.incarnation
+            )
         except Exception as error:
             self.failures.append(Failure(replica, began, time.monotonic(), repr(error)))
         finally:

@@ -31,8 +31,8 @@ from tests.engine.scheduling import (
     without_requests,
 )
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.pool.tier import FetchState
 from xinference_xavier.protocol.prefixes import prefix_of
+from xinference_xavier.replica.fetcher import FetchState
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix
 from xinference_xavier.replica.peer_tier import PeerTier
 

@@ -165,7 +165,7 @@ def explanation(held: list[bool], tokens: int) -> Explanation:
         {"from": 10 * at, "to": 10 * at + 10, "replicas": {"a": "pool" if here else "none"}}
         for at, here in enumerate(held)
     ]
-    return Explanation.of({"prompt_tokens": tokens, "chunk_tokens": 10, "chunks": chunks})
+    return Explanation.from_json({"prompt_tokens": tokens, "chunk_tokens": 10, "chunks": chunks})
 
 
 def table_of(answer: Explanation, **replica: Any) -> str:

@@ -39,7 +39,7 @@ def test_two_keys_share_nothing_and_one_shares_with_itself(cluster: LocalCluster
             timeout=REQUEST_TIMEOUT,
         )
         answer.raise_for_status()
-        return Completion.of(answer.json(), 0.0)
+        return Completion.from_json(answer.json(), 0.0)
 
     _, first = published(cluster, UID, lambda: ask(one))
     second = ask(one)  # the other replica's turn

@@ -31,10 +31,11 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.workload import Step
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import Claim, Fetch, FetchState
 from xinference_xavier.protocol.load import Serving
 from xinference_xavier.protocol.tracker import Change, Settings, Update, pack
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.tracker_client import Claim
 
 CHUNK = 128
 """Tokens per chunk."""

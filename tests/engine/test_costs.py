@@ -11,8 +11,8 @@ from tests.engine.scheduling import CHUNK, ROW_BYTES
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.peers import DISK, MAX_PAUSE, MAX_RETRY_AFTER, RETRY_AFTER, Peers, Source
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.replica.fetcher import Fetch
 
 
 def prompt_computed(rate: PrefillRate, steps: int = 8, tokens: int = 1000) -> None:

@@ -17,7 +17,7 @@ from tests.engine.scheduling import (
 )
 from xinference_xavier.engine import idle
 from xinference_xavier.engine.idle import Arrivals
-from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.replica.fetcher import Fetch
 
 KEYS = chunks("prompt", 10)
 PAUSE = pytest.approx(2.0 / 50)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadKey
 
 from tests.engine.scheduling import FETCH_TIMEOUT, Request, Scheduling, assert_nothing_left, chunks
-from xinference_xavier.pool.tier import Fetch, FetchState
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 
 SLOTS = 8
 PROMPTS = ("one", "two")

@@ -102,7 +102,7 @@ class Scene:
         return self.running()
 
     def running(self) -> Probe:
-        probe = self.probes.of(self.queued.asked[-1][1])
+        probe = self.probes.by_salt(self.queued.asked[-1][1])
         assert probe is not None
         return probe
 
@@ -171,7 +171,7 @@ class TestCanary:
         for _ in range(3):
             assert scene.probes.work() == []
         assert len(scene.queued.salts) == 3
-        assert [scene.probes.of(salt) for salt in scene.queued.salts] == [None] * 3
+        assert [scene.probes.by_salt(salt) for salt in scene.queued.salts] == [None] * 3
         scene.queued.is_paused = False
         assert scene.next().req_id
 

@@ -16,7 +16,7 @@ from tests.engine.scheduling import (
 )
 from xinference_xavier.peers import Source
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.pool.tier import Fetch, FetchState
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 
 
 def every_prompts_chunks(prompts: int) -> list[OffloadKey]:

@@ -18,8 +18,8 @@ from tests.engine.scheduling import (
 )
 from xinference_xavier.engine.waiting import Wait
 from xinference_xavier.pool.pool import flush
-from xinference_xavier.pool.tier import Claim
 from xinference_xavier.protocol.load import Elsewhere, with_mark
+from xinference_xavier.replica.tracker_client import Claim
 
 KEYS = chunks("prompt", 10)
 

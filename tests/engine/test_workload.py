@@ -318,7 +318,7 @@ class TestPrompts:
         self, engine: Counted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         probe = Probe([], frozenset(), 0, salt="secret")
-        monkeypatch.setattr(engine.manager.probes, "of", {"secret": probe}.get)
+        monkeypatch.setattr(engine.manager.probes, "by_salt", {"secret": probe}.get)
         request = engine.arrive("r", chunks("probe", 1))
         engine.found(request, CHUNK + 1, salt="secret")
         engine.manager.count_prompt("r", CHUNK + 1, 0)
@@ -374,7 +374,7 @@ class TestAnswers:
         self, engine: Counted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         probe = Probe([], frozenset(), 0, salt="secret")
-        monkeypatch.setattr(engine.manager.probes, "of", {"secret": probe}.get)
+        monkeypatch.setattr(engine.manager.probes, "by_salt", {"secret": probe}.get)
         engine.found(engine.arrive("r"), CHUNK + 1, salt="secret")
         engine.workload.answered("r", 1)
         assert engine.answers() == ()

@@ -55,7 +55,7 @@ def ask_replica(
         model = await worker.get_model(replica_model_uid)
         begin = time.perf_counter()
         answer = json.loads(await model.generate(prompt, options, raw_params=dict(options)))
-        return Completion.of(answer, time.perf_counter() - begin)
+        return Completion.from_json(answer, time.perf_counter() - begin)
 
     return asyncio.run(asyncio.wait_for(ask(), ANSWER_TIMEOUT))
 

@@ -29,11 +29,11 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, PoolCounts, Row, shared_keys
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.replica.canary import Computed, ProbeResult
 from xinference_xavier.replica.disk import NoDisk
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 from xinference_xavier.replica.inspect import Chunked
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Engine, Replica

@@ -24,13 +24,12 @@ from xinference_xavier.errors import ConfigError
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, flush
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.sketches import Difference, Sketch
 from xinference_xavier.protocol.tracker import Change, Settings, Update
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica import disk as module
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
-from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
 from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import PeerTier

@@ -20,11 +20,10 @@ from tests.harness.replicas import (
     wait_until_known,
 )
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullOrder, PullResult
 from xinference_xavier.replica.disk import NoDisk
-from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.fetcher import Fetch, Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reach import fell_back
 from xinference_xavier.replica.reports import Publisher
@@ -220,7 +219,7 @@ class Fetching:
         self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
         self.mirror = compared_mirror("own")
         events: Any = SimpleNamespace(
-            rolled_back=lambda fetch, reason: self.rolled_back.append(reason)
+            rolled_back=lambda donor, reason, *_: self.rolled_back.append(reason)
         )
         process: Any = SimpleNamespace(pull=self._pull, transports_to=lambda *_: ("gloo",))
         self.fetcher = Fetcher(

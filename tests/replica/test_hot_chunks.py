@@ -24,12 +24,11 @@ from tests.harness.replicas import (
     wait_until_known,
 )
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.transfer import HotChunks
 from xinference_xavier.replica import hot_chunks as module
 from xinference_xavier.replica.disk import NoDisk
-from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
 from xinference_xavier.replica.hot_chunks import BATCH, Answer, RecentPrompts, chosen, copy_rows
 
 ROWS = 64

@@ -11,14 +11,15 @@ import pytest
 
 from tests.harness.comparisons import compared, compared_mirror
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.disk import NoDisk
+from xinference_xavier.replica.fetcher import Fetch
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import GATHER, Background, PeerTier
 from xinference_xavier.replica.replica import Replica
 from xinference_xavier.replica.reports import Publisher
+from xinference_xavier.replica.tracker_client import Claim
 
 NEVER = math.inf
 ROWS = 8

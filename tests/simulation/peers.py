@@ -12,7 +12,7 @@ import numpy as np
 from tests.engine.scheduling import ScriptedTier
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.tier import Fetch, FetchState
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 
 PEERS = ("peer 1", "peer 2", "peer 3")
 _FAILURES = ("not held", "timeout", "refused", "donor unreachable")

@@ -13,7 +13,9 @@ from xinference_xavier.stats.answers import (
 
 def test_an_event_keeps_all_of_its_fields() -> None:
     raw = {"event": "FromTheFuture", "time": 1.5, "model_uid": "m", "wings": 2}
-    assert EventRecord.of(raw) == EventRecord("FromTheFuture", 1.5, {"model_uid": "m", "wings": 2})
+    assert EventRecord.from_json(raw) == EventRecord(
+        "FromTheFuture", 1.5, {"model_uid": "m", "wings": 2}
+    )
 
 
 def test_holders_of_a_chunk_are_those_of_every_place() -> None:
@@ -25,7 +27,7 @@ def test_holders_of_a_chunk_are_those_of_every_place() -> None:
             {"from": 128, "to": 256, "replicas": {}},
         ],
     }
-    explanation = Explanation.of(raw)
+    explanation = Explanation.from_json(raw)
     assert explanation.chunks == (
         Chunk(0, 128, frozenset("ac")),
         Chunk(128, 256, frozenset()),
@@ -59,6 +61,6 @@ def test_a_prefix_of_a_later_server_may_have_more_fields() -> None:
         **{"created": 1.0, "used": 2.0, "expires": 62.0},
         "replicas": {"m-0": {"tokens": 300, "chunks": 2, "held": 1, "feathers": 3}},
     }
-    prefix = NamedPrefix.of(raw)
+    prefix = NamedPrefix.from_json(raw)
     assert (prefix.name, prefix.raw["wings"]) == ("guide", 2)
     assert prefix.replicas == {"m-0": PrefixCopy(300, 2, 1)}

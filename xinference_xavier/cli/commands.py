@@ -280,7 +280,7 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
             address,
             hooks=hooks,
             listening=lambda where: click.echo(f"the tracker of {model} listens at {where}"),
-            on_event=lambda event: click.echo(_line(EventRecord.of(event))),
+            on_event=lambda event: click.echo(_line(EventRecord.from_json(event))),
             until=_interrupted(),
         )
 

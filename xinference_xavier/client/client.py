@@ -114,7 +114,7 @@ class XavierClient:
         fields = {"prompt": prompt, "messages": messages, "tools": tools}
         question = {name: value for name, value in fields.items() if value is not None}
         path = _path(model_uid, "/explain")
-        return self._send("POST", path, Explanation.of, question, _LONG_TIMEOUT)
+        return self._send("POST", path, Explanation.from_json, question, _LONG_TIMEOUT)
 
     def add_prefix(
         self,
@@ -140,7 +140,7 @@ class XavierClient:
         }
         body = {key: value for key, value in fields.items() if value is not None}
         return self._send(
-            "POST", _path(model_uid, "/prefixes"), NamedPrefix.of, body, _LONG_TIMEOUT
+            "POST", _path(model_uid, "/prefixes"), NamedPrefix.from_json, body, _LONG_TIMEOUT
         )
 
     def prefixes(self, model_uid: str, cache_salt: str | None = None) -> list[NamedPrefix]:
@@ -148,14 +148,14 @@ class XavierClient:
         return self._send(
             "GET",
             _path(model_uid, "/prefixes"),
-            lambda answer: [*map(NamedPrefix.of, answer["prefixes"])],
+            lambda answer: [*map(NamedPrefix.from_json, answer["prefixes"])],
             headers=_tenant(cache_salt),
         )
 
     def prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> NamedPrefix:
         """Raises UnknownPrefixError."""
         path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
-        return self._send("GET", path, NamedPrefix.of, headers=headers)
+        return self._send("GET", path, NamedPrefix.from_json, headers=headers)
 
     def watch_prefix(
         self, model_uid: str, name: str, cache_salt: str | None = None
@@ -180,7 +180,7 @@ class XavierClient:
         fields = {"ttl": ttl, "copies": copies, "retention": retention}
         terms = {key: value for key, value in fields.items() if value is not None}
         path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
-        return self._send("PATCH", path, NamedPrefix.of, terms, headers=headers)
+        return self._send("PATCH", path, NamedPrefix.from_json, terms, headers=headers)
 
     def remove_prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> None:
         """Raises UnknownPrefixError."""
@@ -279,7 +279,7 @@ def _model(answer: Any) -> ModelStatus:
 
 def _events(answer: Any) -> tuple[int, list[EventRecord]]:
     """The number of the last one, and events."""
-    return int(answer["last"]), [*map(EventRecord.of, answer["events"])]
+    return int(answer["last"]), [*map(EventRecord.from_json, answer["events"])]
 
 
 def _path(model_uid: str, action: str = "") -> str:

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from xinference_xavier.peers import Peers, Source
-from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.replica.fetcher import Fetch
 from xinference_xavier.runtime.linear_fit import LinearFit, slope_of
 from xinference_xavier.stats.schema import Decisions
 

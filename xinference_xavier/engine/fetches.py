@@ -1,4 +1,4 @@
-"""The fetches under way, and the requests that wait for each.
+"""The fetches under way.
 
 Belongs to the scheduler thread. A fetch's rows stay pinned until no request waits for them.
 """
@@ -6,15 +6,18 @@ Belongs to the scheduler thread. A fetch's rows stay pinned until no request wai
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from xinference_xavier.engine.costs import CostModel
 from xinference_xavier.engine.evictor import Evictor
 from xinference_xavier.peers import Source
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Fetch, FetchState
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 from xinference_xavier.replica.peer_tier import PeerTier
+
+if TYPE_CHECKING:
+    from xinference_xavier.engine.request import Request
 
 
 class FetchPlan(NamedTuple):
@@ -34,6 +37,7 @@ class Fetches:
         self,
         pool: Pool,
         tier: PeerTier,
+        requests: Mapping[str, Request],
         evictor: Evictor,
         cost_model: CostModel,
         timeout: float,
@@ -44,18 +48,19 @@ class Fetches:
         self.timeout = timeout
         self._pool = pool
         self._tier = tier
+        self._requests = requests
         self._evictor = evictor
         self._cost_model = cost_model
         self._clock = clock
-        self._waiting: dict[Fetch, set[str]] = {}
+        self._pinning: dict[Fetch, None] = {}  # under way, or with rows that requests wait for
         self.by_chunk: dict[bytes, Fetch] = {}
         """The fetch that brings a chunk, has just brought it, or has just failed to."""
 
     def __iter__(self) -> Iterator[Fetch]:
-        return iter(self._waiting)
+        return iter(self._pinning)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._pinning)
 
     def bringing(self, key: bytes) -> Fetch | None:
         """The fetch that brings `key`, or has just brought it."""
@@ -101,7 +106,7 @@ class Fetches:
                 handed_over += len(share)
                 fetch = self._tier.submit_load(donor.name, share, limit)
                 if fetch is not None:
-                    self._waiting[fetch] = set()
+                    self._pinning[fetch] = None
                     if not plan.is_probe:
                         self.by_chunk.update(dict.fromkeys([row.key for row in share], fetch))
                     self._cost_model.begun(fetch, donor, plan.prefill_seconds, now)
@@ -111,31 +116,16 @@ class Fetches:
         self._cost_model.decisions.fetched += bool(begun) and not plan.is_probe
         return begun
 
-    def wait(self, req_id: str, fetches: Iterable[Fetch]) -> None:
-        for fetch in fetches:
-            self._waiting[fetch].add(req_id)
-
-    def stop_waiting(self, req_id: str) -> None:
-        for waiting in self._waiting.values():
-            waiting.discard(req_id)
-
-    def reset(self) -> None:
-        """Requests neither wait for the pending fetches any more nor find them."""
-        self.by_chunk.clear()
-        for waiting in self._waiting.values():
-            waiting.clear()
-
     def release_ended(self) -> None:
         """Learn from ended fetches, and unpin their rows once no request waits for them."""
         now = self._clock()
-        for fetch, waiting in list(self._waiting.items()):
-            if fetch.state is FetchState.PENDING:
-                continue
+        for fetch in [each for each in self if each.state is not FetchState.PENDING]:
             self._cost_model.ended(fetch, now)
             for row in fetch.rows:
                 if self.by_chunk.get(row.key) is fetch:
                     del self.by_chunk[row.key]
             # A waiting request takes its rows at once, unless vLLM has no blocks for it.
-            if not waiting or now > fetch.deadline + self.timeout:
+            is_awaited = any(fetch in each.awaited for each in self._requests.values())
+            if not is_awaited or now > fetch.deadline + self.timeout:
                 self._pool.unpin(fetch.committed)
-                del self._waiting[fetch]
+                del self._pinning[fetch]

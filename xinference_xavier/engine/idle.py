@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from vllm.config import VllmConfig
 
 from xinference_xavier.engine import compat
-from xinference_xavier.pool.tier import Fetch
+from xinference_xavier.replica.fetcher import Fetch
 
 _MAX_WAIT = 0.005  # seconds for a fetch, at a time
 _SLICE = 0.001  # seconds until an arrival is noticed; vLLM pauses as long between two empty steps

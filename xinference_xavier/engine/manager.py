@@ -10,7 +10,7 @@ The manager answers for chunks in the pool, `TierLookup` for all others.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,13 @@ class XavierManager(OffloadingManager):
         self.steps = Steps(self.requests, self.prefill_rate, StepCost())
         self.cost_model = CostModel(tier.peers, row_bytes=facts.row_bytes)
         self.fetches = Fetches(
-            pool, tier, self._evictor, self.cost_model, facts.fetch_timeout, clock
+            pool,
+            tier,
+            self.requests,
+            self._evictor,
+            self.cost_model,
+            facts.fetch_timeout,
+            clock,
         )
         self._fetch_of_chunk = self.fetches.by_chunk
         self.selection = DonorSelection(
@@ -165,7 +171,7 @@ class XavierManager(OffloadingManager):
         request.looked_up(prefix_tokens, reuses, self._prefix_cache_is_stale)
         try:
             self._idle_wait.before_lookups(self.requests.keys(), request.pending)
-            if salt is not None and (probe := self.probes.of(salt)) is not None:
+            if salt is not None and (probe := self.probes.by_salt(salt)) is not None:
                 request.probe, request.counted.prompt = probe, True
                 request.stop_fetching()
             request.salt = salt
@@ -235,7 +241,7 @@ class XavierManager(OffloadingManager):
             self._beginnings.scheduled(request, prompt, request.prefix_tokens + loaded)
         self.workload.scheduled(req_id, prompt, request.prefix_tokens + loaded)
         self.tier_lookup.scheduled(request)
-        rows = self._jobs.loading(req_id)
+        rows = request.loading
         fetched = [request.fetched[row.key] for row in rows if row.key in request.fetched]
         disk = loaded * fetched.count(DISK) // max(1, len(rows))
         remote = loaded * len(fetched) // max(1, len(rows)) - disk
@@ -278,12 +284,12 @@ class XavierManager(OffloadingManager):
         # Every key was a HIT in this step, and nothing was evicted since. Loading anything else
         # would produce wrong tokens, which is worse than a dead engine.
         assert len(rows) == len(keys), "a chunk was lost between its lookup and its load"
-        self._jobs.begin_load(req_context.req_id, rows)
+        self._jobs.begin_load(request, rows)
         return CPULoadStoreSpec([row.slot for row in rows])
 
     @guarded(nothing)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._jobs.end_load(req_context.req_id)
+        self._jobs.end_load(_request_of(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
         """Called by vLLM 0.32 and later, after `count_prompt`."""
@@ -303,18 +309,18 @@ class XavierManager(OffloadingManager):
             keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.ends]
         offered = {request.row_key(key): key for key in keys}
         rows, evicted = self._evictor.reserve(offered, request.row_keys() or list(offered))
-        stored = [offered[row.key] for row in rows]
+        stored = {offered[row.key]: row for row in rows}
         positions = key_positions(req_context)
-        for key, row in zip(stored, rows, strict=True):
+        for key, row in stored.items():
             row.probation = positions[key] > request.answer_start
-        self._jobs.begin_store(request.req_id, zip(stored, rows, strict=True))
+        self._jobs.begin_store(request, stored.items())
         return PrepareStoreOutput(
-            keys_to_store=stored,
+            keys_to_store=[*stored],
             store_spec=CPULoadStoreSpec([row.slot for row in rows]),
             evicted_keys=[OffloadKey(key) for key in evicted],
         )
 
-    def void_store(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
+    def void_store(self, req_id: str, keys: Collection[OffloadKey]) -> None:
         """vLLM's workers do not get all blocks of these chunks."""
         self._jobs.void_store(req_id, keys)
 
@@ -324,9 +330,9 @@ class XavierManager(OffloadingManager):
     ) -> None:
         request = _request_of(req_context)
         if request.probe is not None and success:
-            taken = self._jobs.take_store(request.req_id, keys)
+            taken = self._jobs.take_store(request, keys)
             self.probes.stored(request.probe, taken, request.ends())
-        elif rows := self._jobs.end_store(request.req_id, keys, success):
+        elif rows := self._jobs.end_store(request, keys, success):
             self._tier.on_stored(rows)
 
     # -- the whole cache ----------------------------------------------------------------------

@@ -258,7 +258,7 @@ class Probes:
 
     # -- called by the scheduler thread -------------------------------------------------------
 
-    def of(self, salt: str) -> Probe | None:
+    def by_salt(self, salt: str) -> Probe | None:
         """The probe whose request has this salt."""
         return self._asked.get(salt)
 

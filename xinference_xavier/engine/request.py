@@ -18,7 +18,7 @@ computed meanwhile. Belongs to the scheduler thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -30,8 +30,8 @@ from xinference_xavier.engine.compat import key_positions
 from xinference_xavier.engine.fetches import FetchPlan
 from xinference_xavier.engine.keys import Layout
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import GROUP
+from xinference_xavier.replica.fetcher import Fetch, FetchState
 
 if TYPE_CHECKING:
     from xinference_xavier.engine.probes import Probe
@@ -81,6 +81,9 @@ class Request:
     answer_start: float = math.inf  # in tokens; known once it is scheduled
     source: str = ""  # of most of the prompt; empty before it is counted
     fetches: list[Fetch] = field(default_factory=list)  # while FETCHING, in order of their rows
+    awaited: set[Fetch] = field(default_factory=set)  # what they bring stays until it is scheduled
+    storing: dict[bytes, Row] = field(default_factory=dict)  # by vLLM's key: its workers write them
+    loading: list[Row] = field(default_factory=list)  # its workers read them; pinned
     retry_keys: set[bytes] = field(default_factory=set)  # the chunks that defer the request
     deadline: float | None = None  # of all its fetches
     pending_since: float = 0.0  # on the clock of `Steps.idle_time`
@@ -185,6 +188,7 @@ class Request:
         """Wait for `fetches`, in the order of their rows. Until they end, the first chunk of each
         group in each of them gets a RETRY."""
         self.phase, self.fetches = Phase.FETCHING, fetches
+        self.awaited.update(fetches)
         for fetch in fetches:
             self.retry_keys |= self.first_of_each_group(row.key for row in fetch.rows)
 
@@ -225,6 +229,7 @@ class Request:
         if self.fetches or self.wait is not None:
             self.stop_fetching()
         self.fetches = []
+        self.awaited.clear()
 
 
 class Jobs:
@@ -237,68 +242,74 @@ class Jobs:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._stores: dict[tuple[str, bytes], Row] = {}  # by request and vLLM's key
-        self._void: set[tuple[str, bytes]] = set()  # of the stores
-        self._loads: dict[str, list[Row]] = {}  # by request, pinned
+        self._requests: set[Request] = set()  # with jobs under way, perhaps after their end
+        self._void: set[Row] = set()  # of the stores
         self._stale_stores: list[Row] = []
         self._stale_loads: list[Row] = []
 
     def __bool__(self) -> bool:
-        return bool(self._stores or self._loads)
+        return bool(self._requests)
 
-    def begin_store(self, req_id: str, rows: Iterable[tuple[bytes, Row]]) -> None:
+    def begin_store(self, request: Request, rows: Collection[tuple[bytes, Row]]) -> None:
         """`rows` come with vLLM's keys."""
-        self._stores.update(((req_id, key), row) for key, row in rows)
+        request.storing.update(rows)
+        if rows:
+            self._requests.add(request)
 
-    def void_store(self, req_id: str, keys: Iterable[bytes]) -> None:
+    def void_store(self, req_id: str, keys: Collection[bytes]) -> None:
         """These rows do not get their chunks' bytes."""
-        self._void.update((req_id, key) for key in keys)
+        for request in self._requests:
+            if request.req_id == req_id:
+                self._void.update(request.storing[key] for key in keys if key in request.storing)
 
-    def end_store(self, req_id: str, keys: Iterable[bytes], success: bool) -> list[Row]:
+    def end_store(self, request: Request, keys: Iterable[bytes], success: bool) -> list[Row]:
         """Returns the rows that became READY."""
-        return [row for row in self._written(req_id, keys, success) if self._pool.commit(row)]
+        return [row for row in self._written(request, keys, success) if self._pool.commit(row)]
 
-    def take_store(self, req_id: str, keys: Iterable[bytes]) -> list[Row]:
+    def take_store(self, request: Request, keys: Iterable[bytes]) -> list[Row]:
         """Like `end_store`, for rows that no lookup may find: they are quarantined until the caller
         aborts them."""
-        rows = [*self._written(req_id, keys, True)]
+        rows = self._written(request, keys, True)
         self._pool.quarantine(*rows)
         return rows
 
-    def _written(self, req_id: str, keys: Iterable[bytes], success: bool) -> Iterator[Row]:
+    def _written(self, request: Request, keys: Iterable[bytes], success: bool) -> list[Row]:
         """The rows that got their chunks' bytes. The others are free."""
         self.free_stale()
-        for key in keys:
-            row = self._stores.pop((req_id, key))
-            if not success or (req_id, key) in self._void:
-                self._void.discard((req_id, key))
-                self._pool.abort(row)
-            else:
-                yield row
+        rows = [request.storing.pop(key) for key in keys]
+        self._job_ended(request)
+        void = self._void.intersection(rows) if success else {*rows}
+        self._void -= void
+        self._pool.abort(*void)
+        return [row for row in rows if row not in void]
 
-    def begin_load(self, req_id: str, rows: list[Row]) -> None:
+    def begin_load(self, request: Request, rows: list[Row]) -> None:
         """`rows` must be pinned."""
-        self._loads[req_id] = rows
+        request.loading = rows
+        self._requests.add(request)
 
     @property
     def requests_loading(self) -> Set[str]:
-        return self._loads.keys()
+        return {request.req_id for request in self._requests if request.loading}
 
-    def loading(self, req_id: str) -> Sequence[Row]:
-        return self._loads.get(req_id, ())
-
-    def end_load(self, req_id: str) -> None:
+    def end_load(self, request: Request) -> None:
         self.free_stale()
-        self._pool.unpin(self._loads.pop(req_id))
+        self._pool.unpin(request.loading)
+        request.loading = []
+        self._job_ended(request)
+
+    def _job_ended(self, request: Request) -> None:
+        if not (request.storing or request.loading):
+            self._requests.discard(request)
 
     def reset(self) -> None:
         """vLLM will not report the jobs under way."""
-        self._stale_stores += self._stores.values()
-        self._stores.clear()
+        for request in self._requests:
+            self._stale_stores += request.storing.values()
+            self._stale_loads += request.loading
+            request.storing, request.loading = {}, []
+        self._requests.clear()
         self._void.clear()
-        for rows in self._loads.values():
-            self._stale_loads += rows
-        self._loads.clear()
 
     def free_stale(self) -> None:
         """No job from before the last reset is under way any more."""

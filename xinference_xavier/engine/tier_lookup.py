@@ -25,8 +25,8 @@ from xinference_xavier.engine.request import Attempt, Phase, Request
 from xinference_xavier.engine.waiting import PeerPrefills
 from xinference_xavier.engine.workload import Steps
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.tracker import GROUP
+from xinference_xavier.replica.fetcher import Fetch
 
 # An enum's members take longer to look up than all else that a MISS asks.
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -118,10 +118,9 @@ class TierLookup:
         """The request was scheduled, so it stops waiting."""
         self._conclude(request)
         self._peer_prefills.scheduled(request)
-        self._fetches.stop_waiting(request.req_id)
+        request.awaited.clear()
 
     def finished(self, request: Request) -> None:
-        self._fetches.stop_waiting(request.req_id)
         request.attempt = None
         self._peer_prefills.finished(request)
 
@@ -130,7 +129,7 @@ class TierLookup:
         for request in requests:
             request.reset()
         self._forget_attempts()
-        self._fetches.reset()
+        self._fetches.by_chunk.clear()
 
     # -- passes -------------------------------------------------------------------------------
 
@@ -196,5 +195,4 @@ class TierLookup:
             request.stop_fetching()
             return []
         request.wait_for(fetches)
-        self._fetches.wait(request.req_id, fetches)
         return begun

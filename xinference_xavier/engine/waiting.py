@@ -17,10 +17,10 @@ from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.request import Request
 from xinference_xavier.peers import DISK_BIT
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Claim
 from xinference_xavier.protocol.load import mark_of
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.peer_tier import PeerTier
+from xinference_xavier.replica.tracker_client import Claim
 from xinference_xavier.stats.schema import WaitCounts
 
 MIN_PREFILL_SECONDS = 1.0

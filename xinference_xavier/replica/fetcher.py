@@ -1,25 +1,27 @@
 """A fetch: a transaction that copies rows from a donor's pool, or the disk, into ours, or leaves no
 trace.
 
-Threading: the scheduler thread makes a `Fetch` and reads its `state`; everything else happens on
-the replica's background loop. A fetch ends by its deadline even if its rows may still be written:
-those stay in quarantine until the transfer process is done with them.
+Threading: the scheduler thread reserves the rows, makes a `Fetch` and reads its `state`; everything
+else happens on the replica's background loop. From then on only the fetch writes the rows, until it
+commits them, pinned once, or aborts them. It ends by its deadline even if they may still be
+written: those stay in quarantine until the transfer process is done with them.
 """
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import xoscar
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, OutOfReachError, XavierError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK, Peer
-from xinference_xavier.pool.pool import Pool
-from xinference_xavier.pool.tier import Fetch, FetchState
+from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
@@ -42,6 +44,32 @@ logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT = 2.0
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
+
+
+class FetchState(Enum):
+    PENDING = auto()
+    COMMITTED = auto()
+    ROLLED_BACK = auto()
+
+
+@dataclass(eq=False)
+class Fetch:
+    """One load of rows from one source.
+
+    `deadline` is in `time.monotonic()` seconds. Once the fetch has ended, `seconds` is its
+    duration, and `reason` says why it was rolled back.
+    """
+
+    source: str
+    rows: list[Row]
+    deadline: float
+    began: float = field(default_factory=time.monotonic)
+    transport: str = ""  # until one is chosen
+    committed: list[Row] = field(default_factory=list)  # the leading rows that arrived, pinned once
+    reason: str | None = None
+    seconds: float = 0.0
+    state: FetchState = FetchState.PENDING
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -262,7 +290,7 @@ class Fetcher:
         else:
             fetches.rolled_back[reason] = fetches.rolled_back.get(reason, 0) + 1
             fetch.state = FetchState.ROLLED_BACK
-            self._events.rolled_back(fetch, reason)
+            self._events.rolled_back(fetch.source, reason, len(fetch.rows), len(fetch.committed))
         fetch.ended.set()
 
     def _measure(self, fetch: Fetch) -> None:

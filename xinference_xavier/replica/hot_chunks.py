@@ -27,11 +27,10 @@ from typing import NamedTuple
 
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import PORTION, Pool, Row
-from xinference_xavier.pool.tier import Fetch, FetchState
 from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.protocol.transfer import MAX_HOT, HotChunks, unpack_hot
 from xinference_xavier.replica.disk import Disk
-from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
 from xinference_xavier.replica.kept_prefixes import KeptPrefixes
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid

@@ -14,14 +14,13 @@ from xinference_xavier.disk import Store
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK_BIT
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.tier import Claim, Fetch
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.donor import Checksums
-from xinference_xavier.replica.fetcher import Fetcher
+from xinference_xavier.replica.fetcher import Fetch, Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import MAX_QUEUED
-from xinference_xavier.replica.tracker_client import TrackerClient
+from xinference_xavier.replica.tracker_client import Claim, TrackerClient
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.aio import spawn
 

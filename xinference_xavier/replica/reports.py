@@ -28,7 +28,6 @@ from xinference_xavier.events import (
     TrackerRegained,
     event_dict,
 )
-from xinference_xavier.pool.tier import Fetch
 from xinference_xavier.protocol.load import Load, RequestReport
 from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import (
@@ -227,15 +226,15 @@ class EventReporter:
             )
             self._add(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
 
-    def rolled_back(self, fetch: Fetch, reason: str) -> None:
+    def rolled_back(self, donor: str, reason: str, rows: int, committed: int) -> None:
         self._add(
             FetchRolledBack(
                 model_uid=self._model_uid,
                 incarnation=self._incarnation,
-                donor=fetch.source,
+                donor=donor,
                 reason=reason,
-                rows=len(fetch.rows),
-                committed=len(fetch.committed),
+                rows=rows,
+                committed=committed,
             )
         )
 

@@ -13,8 +13,9 @@ The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,6 @@ import xoscar
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.tier import Claim
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
     MAX_REPORTED,
@@ -51,6 +51,19 @@ from xinference_xavier.runtime.backoff import Backoff
 logger = logging.getLogger(__name__)
 
 _WORKER_UID = "worker"
+
+
+@dataclass(eq=False)
+class Claim:
+    """A prefix that a request wants to compute: `keys` in order, in about `seconds`.
+
+    `held_by_peer` is how many of the first keys a peer is computing: 0 if this replica should
+    compute them, None until the answer arrives. Any thread reads it.
+    """
+
+    keys: Sequence[bytes]
+    seconds: float
+    held_by_peer: int | None = None
 
 
 class TrackerLocation:

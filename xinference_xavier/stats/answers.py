@@ -28,7 +28,7 @@ class EventRecord:
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Self:
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
         rest = {name: value for name, value in raw.items() if name not in ("event", "time")}
         return cls(raw["event"], raw["time"], rest)
 
@@ -52,7 +52,7 @@ class Explanation:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Self:
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
         chunks = (
             Chunk(
                 chunk["from"],
@@ -134,7 +134,7 @@ class NamedPrefix:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Self:
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
         copies = {name: read(PrefixCopy, copy) for name, copy in raw["replicas"].items()}
         own = {each.name for each in fields(cls)}
         known = {name: value for name, value in raw.items() if name in own}
