@@ -40,6 +40,7 @@ from tests.harness.replicas import fresh_keys
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
+from xinference_xavier.replica.reports import Publisher
 
 ROWS, ROW_BYTES = 128, 2 << 20
 ROUNDS_KEPT = 2
@@ -75,7 +76,7 @@ async def _rows(parent: Path) -> dict[str, Any]:
     pool = Pool(ROWS)
     disk = Disk(parent, ROUNDS_KEPT * ROWS * ROW_BYTES, "model", region, pool)
     disk.move("namespace")
-    running = asyncio.ensure_future(disk.run(lambda: None))
+    running = asyncio.ensure_future(disk.run(Publisher(_OWN, pool)))
     disk.probed(b"canary", {})
     files = _Files(parent / "files", region)
     rates: dict[str, list[float]] = {

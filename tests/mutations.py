@@ -79,8 +79,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/request.py",
-        "if not success or (req_id, key) in self._void:",
-        "if not success:",
+        "void = self._void.intersection(rows) if success else {*rows}",
+        "void = set[Row]() if success else {*rows}",
         "a chunk of which vLLM stored only some blocks becomes a hit",
         ("tests/engine/test_manager.py",),
     ),
@@ -114,7 +114,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/donor.py",
-        "        if not trusts(request.consumer):\n"
+        "        if not self._mirror.may_fetch(request.consumer):"
+        "  # it may not know that we were reset\n"
         '            raise GrantRefusedError("not compared")\n',
         "",
         "a replica gets rows from a peer that was reset and may compute others",
@@ -237,16 +238,16 @@ MUTATIONS = (
         ("tests/replica/test_disk.py",),
     ),
     Mutation(
-        "replica/replica.py",
-        "shares = self.tier.sharing and self.mirror.enabled",
-        "shares = self.mirror.enabled",
+        "replica/donor.py",
+        "if not (self._namespace.is_settled and self._mirror.enabled):",
+        "if not self._mirror.enabled:",
         "during a reset, peers with the old weights get what the new ones computed",
-        ("tests/replica/test_peer_tier.py",),
+        ("tests/replica/test_donor.py",),
     ),
     Mutation(
-        "replica/replica.py",
-        "        self._forget_foreign()\n\n    async def",
-        "        self._forget(lambda row: row.origin == peer)\n\n    async def",
+        "replica/canary.py",
+        "JSON has no infinity\n        self._publisher.forget_foreign()",
+        "JSON has no infinity\n        self._publisher.forget(lambda row: row.origin == peer)",
         "rows of a peer that computes others stay in use where they came through a third replica",
         ("tests/replica/test_canary.py",),
     ),
@@ -369,8 +370,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/fetches.py",
-        "if not waiting or now > fetch.deadline + self.timeout:",
-        "if not waiting:",
+        "if not is_awaited or now > fetch.deadline + self.timeout:",
+        "if not is_awaited:",
         "requests for which vLLM has no blocks keep what they fetched pinned without a limit",
         ("tests/engine/test_request.py",),
     ),

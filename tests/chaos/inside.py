@@ -130,7 +130,7 @@ class Inside:
             "replacements": self.replica._client.publisher.replacements,
             "failures": self.replica._client.counts.failures,
             "is_up": self.replica._client.joined.is_set() and self.replica.process.ready,
-            "namespace": self.replica._client.namespace if self.replica.tier.sharing else "",
+            "namespace": self.replica.namespace.current if self.replica.tier.sharing else "",
             "replica": self.replica.stats(),
         }
         fresh = self._folder / "figures.new"
@@ -258,7 +258,7 @@ class Inside:
             "mirror": {key: sorted(names(held)) for key, held in held_by_peers.items()},
             "peers": set(self.replica.mirror.peers.members),
             "serving": set(self.replica.mirror.peers.serving),
-            "namespace": self.replica._client.namespace,
+            "namespace": self.replica.namespace.current,
             "connected": self.replica._client.joined.is_set(),
             "tasks": len(aio._running),
             "links": self._links(),

@@ -221,7 +221,7 @@ def test_replicas_whose_workers_have_other_pages_do_not_meet(
         worker = worker_of(facts, kv_caches([PAGES]))
         XavierSpec(facts).get_manager()
         worker.shutdown()
-        return replicas[-1]._namespace.current
+        return replicas[-1].namespace.current
 
     own = namespace("amx")
     assert namespace("amx") == own

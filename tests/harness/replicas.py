@@ -291,7 +291,7 @@ class _Inside:
 
     def namespace(self) -> str:
         """The namespace that it is a member of."""
-        return self.replica._client.namespace if self.replica.tier.sharing else ""
+        return self.replica.namespace.current if self.replica.tier.sharing else ""
 
     def stop(self) -> None:
         self.replica.stop()

@@ -3,9 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,17 +17,18 @@ from tests.harness.replicas import (
 )
 from tests.tracker_pools import let_others_run
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.pool.pool import Pool, flush
+from xinference_xavier.peers import DISK
+from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import Comparison, Member, Settings, Update, Verdict
-from xinference_xavier.replica.canary import Audited, Canary, Computed, Lost, ProbeResult
-from xinference_xavier.replica.disk import NoDisk
+from xinference_xavier.replica.canary import Audited, Canary, Computed, Lost
+from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.replica import Replica
-from xinference_xavier.stats.schema import ComparisonStats
+from xinference_xavier.replica.reports import EventReporter, Identity, Publisher
 
 FOUND = Difference("layer", 0.5)
 DIFFERS = Comparison(Verdict.DIFFERS, str(FOUND), "first", FOUND)
+ALL = [b"other's", b"own", b"peer's"]
 UNLIKE = Member("unlike", "host:1", True, DIFFERS)
 
 
@@ -37,11 +36,18 @@ class Scene:
     """A replica that has computed a canary, in a namespace with other replicas."""
 
     def __init__(self) -> None:
-        self.moves: list[str] = []
-        self.told: list[tuple[str, bool]] = []
         self.mirror = Mirror("own")
-        self.namespace = SharedNamespace("namespace", self._move)
-        self.canary = Canary(self.mirror, self.namespace, self._differs)
+        self.namespace = SharedNamespace("namespace", self.mirror, NoDisk())
+        self.pool = Pool(3)
+        for key, origin in ((b"own", None), (b"peer's", "peer"), (b"other's", "other")):
+            (row,) = self.pool.reserve([key]).rows
+            row.origin = origin
+            self.pool.commit(row)
+        self.events = EventReporter(Identity("model", "own", "", 4))
+        self.disk = Mock(spec=Disk)
+        self.canary = Canary(
+            self.mirror, self.namespace, self.disk, Publisher("own", self.pool), self.events
+        )
         self.canary.computed("short", sketch())
         self.update(compared("peer"))
 
@@ -52,13 +58,15 @@ class Scene:
     def judged(self, comparison: Comparison = COMPARED) -> None:
         self.canary.judged(self.namespace.current, self.canary.report(), comparison)
 
-    async def _move(self, namespace: str) -> None:
-        self.moves.append(namespace)
-        self.mirror.clear()
+    def told(self) -> list[tuple[str, str]]:
+        """The events so far, with the peer or donor of each."""
+        return [
+            (event["event"], event["peer" if "peer" in event else "donor"])
+            for event in self.events.pending
+        ]
 
-    def _differs(self, peer: str, found: Difference, parts: bool) -> None:
-        assert found == FOUND
-        self.told.append((peer, parts))
+    def held(self) -> list[bytes]:
+        return sorted(row.key for row in self.pool.rows() if self.pool.lookup(row.key))
 
 
 @pytest.fixture
@@ -97,8 +105,8 @@ class TestTrust:
     async def test_ends_with_a_row_that_differs_until_a_reset(self, scene: Scene) -> None:
         """Its engine is the same when it comes back, after its lease has expired."""
         scene.judged()
-        scene.canary.distrust("peer", FOUND)
-        assert (scene.told, scene.mirror.is_usable("peer")) == ([("peer", False)], False)
+        scene.canary.take(Audited("peer", FOUND))
+        assert not scene.mirror.is_usable("peer")
         scene.update()
         assert scene.mirror.differs("peer"), "its rows may still arrive"
         scene.update(compared("peer"))
@@ -121,93 +129,68 @@ class TestWhatDiffers:
         scene.judged(DIFFERS)
         scene.judged(DIFFERS)
         await let_others_run()
-        assert (scene.told, scene.moves) == ([("first", True)], ["namespace~1"])
-        assert scene.canary.stats.peer == "first"
+        assert scene.told() == [("ReplicasDiffer", "first")]
+        assert scene.namespace.current == "namespace~1"
+        assert (scene.canary.stats.differing, scene.canary.stats.peer) == (1, "first")
 
-    async def test_is_told_once_although_it_has_left(self, scene: Scene) -> None:
+    async def test_is_counted_once_although_it_has_left(self, scene: Scene) -> None:
         scene.update(compared("peer"), compared("unlike"))
         for _ in range(2):
             scene.update(compared("peer"), differing=(UNLIKE,))
-        assert (scene.told, scene.moves) == ([("unlike", False)], [])
+        assert (scene.told(), scene.canary.stats.differing) == ([], 1)
+        assert scene.namespace.current == "namespace"
         assert scene.mirror.differs("unlike")
 
     async def test_is_no_news_to_a_replica_that_never_met_it(self, scene: Scene) -> None:
         """A tracker lists whoever differed as long as the namespace lasts."""
         scene.update(compared("peer"), differing=(UNLIKE,))
-        assert (scene.told, scene.canary.stats.differing) == ([], 0)
+        assert (scene.held(), scene.canary.stats.differing) == (ALL, 0)
 
     @pytest.mark.parametrize("parts", [False, True])
-    def test_is_forgotten_and_what_came_from_others_too(self, parts: bool) -> None:
+    async def test_is_forgotten_and_what_came_from_others_too(
+        self, scene: Scene, parts: bool
+    ) -> None:
         """They may have got it from there. What this engine has computed stays."""
-        pool = Pool(3)
-        for key, origin in ((b"own", None), (b"peer's", "peer"), (b"other's", "other")):
-            (row,) = pool.reserve([key]).rows
-            row.origin = origin
-            pool.commit(row)
-        client = SimpleNamespace(events=SimpleNamespace(differs=lambda *_: None))
-        replica: Any = SimpleNamespace(_client=client, _forget=partial(flush, pool))
-        replica._forget_foreign = partial(Replica._forget_foreign, replica)
-        Replica._differs(replica, "peer", FOUND, parts)
-        assert [key for key in (b"own", b"peer's", b"other's") if pool.lookup(key)] == [b"own"]
+        if parts:
+            scene.judged(DIFFERS)
+        else:
+            scene.update(compared("unlike"))
+            scene.update(differing=(UNLIKE,))
+        await let_others_run()
+        assert scene.held() == [b"own"]
 
 
-class Recorder:
-    """Canary, events and pool that only record their calls."""
+class TestAProbe:
+    """What follows from its result."""
 
-    def __init__(self) -> None:
-        self.stats = ComparisonStats()
-        self.told: list[tuple[Any, ...]] = []
+    def test_that_computed_a_canary_is_to_be_compared(self, scene: Scene) -> None:
+        scene.canary.take(Computed("long", sketch()))
+        assert scene.canary.report() == report(short=1.0, long=1.0)
+        scene.disk.probed.assert_called_once_with(b"long", sketch())
 
-    def computed(self, *arguments: Any) -> None:
-        self.told.append(("computed", *arguments))
+    def test_that_the_engine_did_not_compute_is_counted(self, scene: Scene) -> None:
+        scene.canary.take(Lost())
+        assert scene.canary.stats.lost_probes == 1
 
-    def distrust(self, *arguments: Any) -> None:
-        self.told.append(("distrust", *arguments))
+    def test_that_found_no_difference_is_counted(self, scene: Scene) -> None:
+        scene.canary.take(Audited("peer", None))
+        assert (scene.canary.stats.audits, scene.canary.stats.failed_audits) == (1, 0)
+        assert (scene.told(), scene.held()) == ([], ALL)
 
-    def audit_failed(self, *arguments: Any) -> None:
-        self.told.append(("audit failed", *arguments))
-
-    def flush(self) -> int:
-        self.told.append(("flush",))
-        return 0
-
-
-@pytest.mark.parametrize(
-    ("result", "told", "counts"),
-    [
-        (Computed("name", sketch()), [("computed", "name", sketch())], ComparisonStats()),
-        (Audited("peer", None), [], ComparisonStats(audits=1)),
-        (Lost(), [], ComparisonStats(lost_probes=1)),
-        (
-            Audited("peer", FOUND),
-            [("audit failed", "peer", FOUND), ("distrust", "peer", FOUND)],
-            ComparisonStats(audits=1, failed_audits=1),
-        ),
-        (
-            Audited(None, FOUND),
-            [("audit failed", None, FOUND), ("flush",)],
-            ComparisonStats(audits=1, failed_audits=1),
-        ),
-    ],
-    ids=[
-        "a canary is to be compared",
-        "an audit without a difference is counted",
-        "a probe that the engine did not compute is counted",
-        "after a difference its donor is distrusted",
-        "all is dropped if the rows were our own",
-    ],
-)
-def test_what_follows_from_a_probe(
-    result: ProbeResult, told: list[Any], counts: ComparisonStats
-) -> None:
-    recorder = Recorder()
-    client = SimpleNamespace(events=recorder)
-    parts = {"canary": recorder, "_disk": NoDisk(), "_client": client, "flush": recorder.flush}
-    replica: Any = SimpleNamespace(**parts)
-    replica._audit_failed = partial(Replica._audit_failed, replica)
-    Replica._take_result(replica, result)
-    assert recorder.told == told
-    assert recorder.stats == counts
+    @pytest.mark.parametrize(
+        ("donor", "held"), [("peer", [b"own"]), (DISK, [b"own"]), (None, [])], ids=str
+    )
+    def test_that_found_one_drops_what_may_be_wrong(
+        self, scene: Scene, donor: str | None, held: list[bytes]
+    ) -> None:
+        """All is dropped if the rows were our own."""
+        scene.judged()
+        scene.canary.take(Audited(donor, FOUND))
+        assert (scene.canary.stats.audits, scene.canary.stats.failed_audits) == (1, 1)
+        assert scene.told() == [("AuditFailed", donor or "")]
+        assert scene.held() == held
+        assert scene.mirror.is_usable("peer") == (donor != "peer")
+        assert scene.disk.distrust.called == (donor == DISK)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from xinference_xavier import disk as store_module
 from xinference_xavier.disk import Store, folder_of, summaries
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.peers import DISK
-from xinference_xavier.pool.pool import Pool, flush
+from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.sketches import Difference, Sketch
 from xinference_xavier.protocol.tracker import Change, Settings, Update
@@ -52,9 +52,8 @@ class Life:
         self.pool = Pool(slots)
         limit = int(rows * FILE_BYTES)
         self.disk = Disk(parent, limit, "model", self.region, self.pool, **options)
-        self.namespace = SharedNamespace("namespace", self._move)
-        self.disk.move(self.namespace.lasting)
         self.mirror = compared_mirror("own")
+        self.namespace = SharedNamespace("namespace", self.mirror, self.disk)
         self.tier = PeerTier(self.pool, self.mirror, self.disk)
         peers: Any = SimpleNamespace(
             namespace=self.namespace,
@@ -65,7 +64,7 @@ class Life:
         self.peers = peers.process = peers.canary = peers
         self.tier.open(peers)
         self.arrived: list[bytes] = []
-        publisher = Publisher("own", list)
+        self.publisher = publisher = Publisher("own", self.pool)
         publisher.enqueue = lambda keys, held: self.arrived.extend(keys)  # type: ignore[method-assign]
         self.fetcher = Fetcher(
             incarnation="own",
@@ -78,9 +77,6 @@ class Life:
             publisher=publisher,
             events=Mock(),
         )
-
-    async def _move(self, _: str) -> None:
-        self.disk.move(self.namespace.lasting)
 
     def compute(
         self, keys: Sequence[bytes], origin: str | None = None, probation: bool = False
@@ -118,9 +114,6 @@ class Life:
         await fetching
         return fetch
 
-    def forget_foreign(self) -> None:
-        flush(self.pool, lambda row: row.origin is not None)
-
     def holds(self, keys: Sequence[bytes]) -> bool:
         """Whether the pool has the right bytes of these chunks."""
         rows = [row for row in map(self.pool.lookup, keys) if row is not None]
@@ -138,7 +131,7 @@ class Life:
 async def life(parent: Path, canary: Sketch | None = CANARY, **options: Any) -> AsyncIterator[Life]:
     """With a `canary` that its engine computes at the start."""
     replica = Life(parent, **options)
-    running = asyncio.ensure_future(replica.disk.run(replica.forget_foreign))
+    running = asyncio.ensure_future(replica.disk.run(replica.publisher))
     if canary is not None:
         replica.disk.probed(b"canary", canary)
         await replica.until(lambda: replica.disk.state in (DiskState.OPEN, DiskState.DIFFERS))

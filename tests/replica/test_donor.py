@@ -3,17 +3,27 @@ which are computed off the scheduler thread, however fast rows come."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.harness.comparisons import compared, compared_mirror
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
-from xinference_xavier.protocol.transfer import MAX_ROWS_PER_FETCH, PROTOCOL_VERSION, GrantRequest
+from xinference_xavier.protocol.tracker import Settings, Update
+from xinference_xavier.protocol.transfer import (
+    MAX_ROWS_PER_FETCH,
+    PROTOCOL_VERSION,
+    Endpoint,
+    GrantRequest,
+)
+from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.donor import Checksums, Donor, Grants
+from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.reports import Publisher
 
 A, B, C, D = (bytes([n]) for n in range(4))
 LIFETIME = 10.0
@@ -91,34 +101,85 @@ def test_promises_to_the_dead_end_at_once(pool: Pool, grants: Grants) -> None:
 REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (A,))
 
 
+class Scene:
+    """A donor that has joined a namespace with one consumer."""
+
+    def __init__(self, pool: Pool, disk: Disk) -> None:
+        self.process: Any = SimpleNamespace(endpoint=Endpoint("host:1", None), ready=True)
+        self.mirror = compared_mirror("own")
+        self.namespace = SharedNamespace("namespace", self.mirror, disk)
+        publisher = Publisher("own", pool)
+        self.donor = Donor(
+            pool, self.mirror, disk, self.process, self.namespace, publisher, LIFETIME
+        )
+        self.join()
+
+    def join(self) -> None:
+        members = (compared("consumer"),)
+        self.mirror.set_compared(True)
+        self.mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
+
+
+@pytest.fixture
+def scene(pool: Pool) -> Scene:
+    return Scene(pool, NoDisk())
+
+
 @pytest.mark.parametrize(
-    ("request_", "namespace", "reason"),
+    ("request_", "reason"),
     [
-        (REQUEST._replace(version=PROTOCOL_VERSION + 1), "namespace", "run the same version"),
-        (REQUEST._replace(keys=(A,) * (MAX_ROWS_PER_FETCH + 1)), "namespace", "too many rows"),
-        (REQUEST, None, "sharing is off"),
-        (REQUEST, "another", "other namespace"),
-        (REQUEST._replace(consumer="stranger"), "namespace", "not compared"),
-        (REQUEST, "namespace", "no transfer process"),
+        (REQUEST._replace(version=PROTOCOL_VERSION + 1), "run the same version"),
+        (REQUEST._replace(keys=(A,) * (MAX_ROWS_PER_FETCH + 1)), "too many rows"),
+        (REQUEST._replace(namespace="another"), "other namespace"),
+        (REQUEST._replace(consumer="stranger"), "not compared"),
     ],
-    ids=[
-        "another version",
-        "too many keys",
-        "outside of any namespace",
-        "of another namespace",
-        "a stranger",
-        "without a transfer process",
-    ],
+    ids=["another version", "too many keys", "of another namespace", "a stranger"],
 )
 def test_what_is_not_granted_pins_nothing(
-    pool: Pool, request_: Any, namespace: str | None, reason: str
+    scene: Scene, pool: Pool, request_: Any, reason: str
 ) -> None:
-    """Here the donor has no transfer process, and trusts one consumer."""
-    down: Any = SimpleNamespace(endpoint=None, ready=False)
-    donor = Donor(pool, down, LIFETIME)
     with pytest.raises((LinkError, GrantRefusedError), match=reason):
-        donor.grant(request_, namespace=namespace, sequence=1, trusts={"consumer"}.__contains__)
+        scene.donor.grant(request_)
     assert pinned(pool) == 0
+    assert scene.donor.grant(REQUEST).grant_id
+
+
+def test_a_donor_without_a_transfer_process_grants_nothing(scene: Scene) -> None:
+    scene.process.endpoint = None
+    with pytest.raises(GrantRefusedError, match="no transfer process"):
+        scene.donor.grant(REQUEST)
+
+
+def test_a_donor_grants_nothing_while_sharing_is_switched_off(scene: Scene) -> None:
+    scene.mirror.apply(Update(2, "epoch", True, Settings(enabled=False), 4, (), ()))
+    with pytest.raises(GrantRefusedError, match="sharing is off"):
+        scene.donor.grant(REQUEST)
+
+
+async def test_a_donor_grants_nothing_from_a_reset_until_its_peers_have_followed(
+    scene: Scene,
+) -> None:
+    """A peer with the old weights may not know of it."""
+    scene.namespace.announce_reset()
+    with pytest.raises(GrantRefusedError, match="sharing is off"):
+        scene.donor.grant(REQUEST)
+    await scene.namespace.isolate()
+    with pytest.raises(GrantRefusedError, match="other namespace"):
+        scene.donor.grant(REQUEST)
+    request = REQUEST._replace(namespace=scene.namespace.current)
+    with pytest.raises(GrantRefusedError, match="not compared"):
+        scene.donor.grant(request)
+    scene.join()
+    assert scene.donor.grant(request).grant_id
+
+
+def test_what_a_peer_gets_counts_as_used(pool: Pool) -> None:
+    """The disk saves what was used twice."""
+    used: list[bytes] = []
+    disk = NoDisk()
+    disk.used = used.extend  # type: ignore[method-assign]
+    Scene(pool, disk).donor.grant(REQUEST._replace(keys=(A, B, b"not held")))
+    assert used == [A, B]
 
 
 def test_two_promises_of_one_row_both_count(pool: Pool, grants: Grants) -> None:
@@ -146,14 +207,16 @@ def empty() -> Pool:
     return Pool(SLOTS)
 
 
-class Offers:
+class Offers(Publisher):
     """Collects the offered keys, and announces each offer."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        super().__init__("own", pool)
         self.keys: list[bytes] = []
         self.changed = asyncio.Event()
 
-    def __call__(self, keys: list[bytes]) -> None:
+    def enqueue(self, keys: Iterable[bytes], *, held: bool) -> None:
+        assert held
         self.keys += keys
         self.changed.set()
 
@@ -165,8 +228,8 @@ class Offers:
 
 
 @pytest.fixture
-async def offers() -> Offers:
-    return Offers()
+async def offers(empty: Pool) -> Offers:
+    return Offers(empty)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.harness.replicas import (
     wait_until,
     wait_until_known,
 )
+from tests.tracker_pools import let_others_run
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import Member, Settings, Update
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullOrder, PullResult
@@ -208,16 +209,16 @@ def test_nothing_is_fetched_while_sharing_is_switched_off(
 
 class Fetching:
     """A fetcher. Its `donor` grants all that it is asked for, and the rows arrive when `arrive` is
-    set; a move to another namespace ends when `moved` is set."""
+    set; a session with the tracker ends when `may_end` is set."""
 
     def __init__(self) -> None:
         self.pool = Pool(ROWS)
-        self.moved, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
-        self.namespace = SharedNamespace("namespace", self._move)
+        self.may_end, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
         self.rolled_back: list[str] = []
         self.failed: tuple[tuple[str, str], ...] = ()
         self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
         self.mirror = compared_mirror("own")
+        self.namespace = SharedNamespace("namespace", self.mirror, NoDisk())
         events: Any = SimpleNamespace(
             rolled_back=lambda donor, reason, *_: self.rolled_back.append(reason)
         )
@@ -230,13 +231,16 @@ class Fetching:
             namespace=self.namespace,
             mirror=self.mirror,
             disk=NoDisk(),
-            publisher=Publisher("own", list),
+            publisher=Publisher("own", self.pool),
             events=events,
         )
 
-    async def _move(self, _: str) -> None:
-        self.mirror.clear()
-        await self.moved.wait()
+    async def session(self, _: str) -> None:
+        """Ends only when it may."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self.may_end.wait()
 
     def members(self, *members: Member, differing: tuple[Member, ...] = ()) -> None:
         update = Update(1, "epoch", True, Settings(), 3, members, (), differing=differing)
@@ -276,12 +280,14 @@ async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namesp
 ) -> None:
     """A row that a warm join reserves just after the pool was reset would get the old weights'
     bytes."""
+    session = asyncio.ensure_future(fetching.namespace.run_session(fetching.session))
+    await let_others_run()
     fetching.namespace.announce_reset()
     fetching.pool.reset()
     isolating = asyncio.ensure_future(fetching.namespace.isolate())
     await fetching.fetch()
-    fetching.moved.set()
-    await isolating
+    fetching.may_end.set()
+    await asyncio.gather(isolating, session)
     await fetching.fetch()
     assert fetching.rolled_back == ["reset", "donor gone"], "then it knows no peers"
     assert fetching.pool.counts().filling == 0
@@ -327,7 +333,6 @@ async def test_rows_are_used_if_on_arrival_their_donor_is_still_known_to_compute
     fetching: Fetching, meanwhile: str, reason: str | None
 ) -> None:
     fetching.meet_donor()
-    fetching.moved.set()
     ended = fetching.fetch()
     await fetching.pulling.wait()
     match meanwhile:

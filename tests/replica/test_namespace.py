@@ -1,35 +1,59 @@
 """A reset moves a replica to a namespace of its own, and a version reunites it with others."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.harness.comparisons import compared
+from tests.tracker_pools import let_others_run
+from xinference_xavier.mirror import Mirror
+from xinference_xavier.protocol.tracker import Settings, Update
+from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.namespace import SharedNamespace
 
 
 class Tracker:
-    """Records our moves, and answers when the test lets it."""
+    """Runs one session in each namespace, which ends when the test lets it."""
 
     def __init__(self) -> None:
-        self.moves: list[str] = []
-        self.asked = asyncio.Event()
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
+        self.sessions: list[str] = []
+        self.begun, self.ending = asyncio.Event(), asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
 
-    async def move(self, namespace: str) -> None:
-        self.moves.append(namespace)
-        self.asked.set()
-        await self.may_answer.wait()
+    async def session(self, namespace: str) -> None:
+        self.sessions.append(namespace)
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ending.set()
+            await self.may_end.wait()
+
+    async def run(self, namespace: SharedNamespace) -> None:
+        while True:
+            await namespace.run_session(self.session)
+
+
+def make(disk: Disk | None = None) -> SharedNamespace:
+    return SharedNamespace("own", Mirror("incarnation"), disk or NoDisk())
 
 
 @pytest.fixture
-def tracker() -> Tracker:
-    return Tracker()
+def namespace() -> SharedNamespace:
+    return make()
 
 
 @pytest.fixture
-def namespace(tracker: Tracker) -> SharedNamespace:
-    return SharedNamespace("own", tracker.move)
+async def tracker(namespace: SharedNamespace) -> AsyncIterator[Tracker]:
+    tracker = Tracker()
+    running = asyncio.create_task(tracker.run(namespace))
+    await tracker.begun.wait()
+    yield tracker
+    tracker.may_end.set()
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def reset(namespace: SharedNamespace) -> None:
@@ -46,32 +70,35 @@ def test_without_a_reset_it_is_the_engines_own(namespace: SharedNamespace) -> No
 async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker: Tracker) -> None:
     await reset(namespace)
     first = namespace.current
+    await let_others_run()
     await reset(namespace)
     assert len({"own", first, namespace.current}) == 3
-    assert tracker.moves == [first, namespace.current]
+    assert tracker.sessions == ["own", first]
     assert namespace.lasting is None
 
 
 async def test_resets_that_are_announced_before_the_move_are_one(
     namespace: SharedNamespace, tracker: Tracker
 ) -> None:
-    tracker.may_answer.clear()
+    tracker.may_end.clear()
     for _ in range(2):
         namespace.announce_reset()
     moving = asyncio.create_task(namespace.isolate())
-    await tracker.asked.wait()
+    await tracker.ending.wait()
     namespace.announce_reset()
-    tracker.may_answer.set()
+    tracker.may_end.set()
     await moving
     assert not namespace.is_settled, "the third one came later"
-    for _ in range(2):
-        await namespace.isolate()
+    first = namespace.current
+    await namespace.isolate()
     assert namespace.is_settled
-    assert len(tracker.moves) == 2
+    second = namespace.current
+    await namespace.isolate()
+    assert "own" != first != second == namespace.current
 
 
 async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace) -> None:
-    other = SharedNamespace("own", Tracker().move)
+    other = make()
     for each in (namespace, other):
         await reset(each)
         assert await each.rejoin("step 7", resets=1)
@@ -79,23 +106,50 @@ async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace
     assert namespace.lasting == namespace.current
 
 
-async def test_a_version_without_a_reset_changes_nothing(
-    namespace: SharedNamespace, tracker: Tracker
-) -> None:
+async def test_a_version_without_a_reset_changes_nothing(namespace: SharedNamespace) -> None:
     assert not await namespace.rejoin("step 7", resets=0)
-    assert (namespace.current, tracker.moves) == ("own", [])
+    assert namespace.current == "own"
+
+
+async def test_a_change_forgets_peers_after_the_session_that_told_of_them() -> None:
+    mirror, begun = Mirror("incarnation"), asyncio.Event()
+    namespace = SharedNamespace("own", mirror, NoDisk())
+
+    async def session(_: str) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            mirror.apply(Update(1, "epoch", True, Settings(), 4, (compared("peer"),), ()))
+
+    running = asyncio.create_task(namespace.run_session(session))
+    await begun.wait()
+    await namespace.part("own")
+    assert not mirror.peers
+    await running
+
+
+async def test_the_disk_has_the_store_of_what_engines_with_these_weights_have_in_common() -> None:
+    moves: list[str | None] = []
+    disk = NoDisk()
+    disk.move = moves.append  # type: ignore[method-assign]
+    namespace = make(disk)
+    await namespace.part("own")
+    await reset(namespace)
+    await namespace.rejoin("step 7", resets=1)
+    assert moves == ["own", "own", None, "own@step 7"]
 
 
 async def test_a_version_waits_for_the_reset_before_it(
     namespace: SharedNamespace, tracker: Tracker
 ) -> None:
-    tracker.may_answer.clear()
+    tracker.may_end.clear()
     namespace.announce_reset()
     parting = asyncio.create_task(namespace.isolate())
     joining = asyncio.create_task(namespace.rejoin("step 7", resets=1))
-    await tracker.asked.wait()
+    await tracker.ending.wait()
     assert namespace.current != "own@step 7"
-    tracker.may_answer.set()
+    tracker.may_end.set()
     await parting
     assert await joining
     assert namespace.current == "own@step 7"

@@ -17,7 +17,6 @@ from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import GATHER, Background, PeerTier
-from xinference_xavier.replica.replica import Replica
 from xinference_xavier.replica.reports import Publisher
 from xinference_xavier.replica.tracker_client import Claim
 
@@ -30,7 +29,8 @@ class Loop:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        publisher = Publisher("own", list)
+        self.pool = Pool(ROWS)
+        publisher = Publisher("own", self.pool)
         publisher.enqueue = lambda keys, held: self.calls.append(keys)  # type: ignore[method-assign]
         replica: Any = SimpleNamespace(
             publisher=publisher,
@@ -41,7 +41,6 @@ class Loop:
             reset=lambda: self.calls.append("comparisons are void"),
             ready=True,
         )
-        self.pool = Pool(ROWS)
         self.mirror = compared_mirror("own")
         self.tier = PeerTier(self.pool, self.mirror, NoDisk())
         self._loop = asyncio.new_event_loop()
@@ -49,13 +48,13 @@ class Loop:
         self._numbers = itertools.count()
         self._loop.time = lambda: self._now  # type: ignore[method-assign]
 
-        namespace = SharedNamespace("namespace", self._call)
+        namespace = SharedNamespace("namespace", self.mirror, NoDisk())
         self.background = Background(
             self._loop, replica, replica, replica, replica, replica, namespace
         )
         self.tier.open(self.background)
 
-    async def _call(self, what: Claim | str) -> None:
+    async def _call(self, what: Claim) -> None:
         self.calls.append(what)
 
     def fetch(self) -> Fetch | None:
@@ -155,48 +154,11 @@ def test_a_reset_ends_sharing_before_it_frees_rows_and_until_the_replica_is_alon
     that ask meanwhile would get what the new ones compute."""
     reset, namespace, sharing = loop.pool.reset, loop.background.namespace, list[bool]()
     monkeypatch.setattr(loop.pool, "reset", lambda: (sharing.append(loop.tier.sharing), reset()))
-    replica: Any = SimpleNamespace(
-        tier=loop.tier,
-        mirror=loop.mirror,
-        donor=SimpleNamespace(
-            grant=lambda request, *, namespace, **_: SimpleNamespace(
-                namespace=namespace, checksums=()
-            )
-        ),
-        _namespace=namespace,
-        _client=loop.background.client,
-        _disk=NoDisk(),
-    )
-
-    def grants_in() -> str | None:
-        request: Any = SimpleNamespace(keys=())
-        granted: Any = Replica.grant(replica, request)
-        namespace: str | None = granted.namespace
-        return namespace
-
-    assert grants_in() == "namespace"
     loop.tier.reset()
-    assert (sharing, grants_in()) == ([False], None)
+    assert (sharing, loop.tier.sharing) == ([False], False)
     loop.run()
     assert namespace.current.startswith("namespace+")
-    assert loop.calls == ["comparisons are void", namespace.current]
-    assert (loop.tier.sharing, grants_in()) == (True, namespace.current)
-
-
-def test_what_a_peer_gets_counts_as_used(loop: Loop) -> None:
-    """The disk saves what was used twice."""
-    used: list[bytes] = []
-    replica: Any = SimpleNamespace(
-        tier=loop.tier,
-        mirror=loop.mirror,
-        donor=SimpleNamespace(grant=lambda request, **_: SimpleNamespace(checksums=(1, 2))),
-        _namespace=loop.background.namespace,
-        _client=loop.background.client,
-        _disk=SimpleNamespace(used=used.extend),
-    )
-    request: Any = SimpleNamespace(keys=(b"first", b"second", b"not held"))
-    Replica.grant(replica, request)
-    assert used == [b"first", b"second"]
+    assert (loop.calls, loop.tier.sharing) == (["comparisons are void"], True)
 
 
 def test_a_chunk_that_is_stored_again_is_withdrawn_before_it_is_offered(loop: Loop) -> None:

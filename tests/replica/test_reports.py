@@ -12,10 +12,9 @@ import pytest
 
 from tests.logged import messages, records
 from tests.tracker_pools import let_others_run
-from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.peers import Peer
-from xinference_xavier.pool.pool import PoolCounts
+from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.protocol.load import Load, RequestReport, Serving
 from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
 from xinference_xavier.replica import reports as module
@@ -24,6 +23,7 @@ from xinference_xavier.replica.replica import Replica
 from xinference_xavier.replica.reports import (
     ClientCounts,
     EventReporter,
+    Identity,
     LoadReporter,
     Publisher,
     SharingLog,
@@ -81,7 +81,7 @@ def test_an_outage_of_the_tracker_has_one_beginning_and_one_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However many sessions fail in it. The first session is no event."""
-    reporter = EventReporter(XavierConfig("m", "10.0.0.1:9999"), "a")
+    reporter = EventReporter(Identity("m", "a", "", 4))
     reporter.tracker_session(None)
     for _ in range(2):
         for error in (ConnectionError("refused"), TimeoutError(), None, None):
@@ -107,7 +107,10 @@ async def test_a_snapshot_has_the_latest_chunks_that_the_tracker_takes(
         sent.append((method, *packed))
         return Outcome.APPLIED
 
-    await Publisher("a", lambda: keys).send_holdings(call)
+    pool = Pool(len(keys))
+    for row in pool.reserve(keys).rows:
+        pool.commit(row, checksum=1)
+    await Publisher("a", pool).send_holdings(call)
     assert sent == [("replace", pack(keys[3:]))]
 
 
@@ -133,14 +136,16 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
     replica: Any = SimpleNamespace(
         _engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
         _config=SimpleNamespace(from_environment=("queue",), engines=25, replaced_vllm="==0.21.0"),
-        _fetcher=SimpleNamespace(counts=counts),
-        _region=SimpleNamespace(row_bytes=64),
+        _fetched=counts,
+        _row_bytes=64,
         _cache_rows=24,
-        _pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),
+        tier=SimpleNamespace(
+            pool=SimpleNamespace(counts=lambda: PoolCounts(16, 5, 4, 3, 2)),
+            disk=SimpleNamespace(report=lambda: DISK),
+        ),
         donor=SimpleNamespace(grants=[1, 2]),
         mirror=Mirrored(),
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
-        _disk=SimpleNamespace(report=lambda: DISK),
         process=SimpleNamespace(pid=11, starts=3),
         _client=SimpleNamespace(
             counts=ClientCounts(failures=1, stats_failures=2, claim_failures=3, reconnects=4)

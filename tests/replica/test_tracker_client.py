@@ -8,7 +8,7 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import xoscar as xo
@@ -19,14 +19,15 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.events import TrackerLost, event_dict
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.pool.pool import Row, RowState
 from xinference_xavier.protocol.load import Load, Observation, Serving
-from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
 from xinference_xavier.replica import reports as reports_module
 from xinference_xavier.replica import tracker_client as client_module
 from xinference_xavier.replica.canary import Canary
+from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.reports import EventReporter, LoadReporter, Publisher
+from xinference_xavier.replica.reports import EventReporter, Identity, LoadReporter, Publisher
 from xinference_xavier.replica.tracker_client import Claim, TrackerClient, TrackerLocation
 from xinference_xavier.tracker.actor import BlockTracker
 
@@ -81,52 +82,59 @@ class Process:
         self.ready_changed.set()
 
 
-class Peer:
-    """A replica: a pool that is a set, its client and its mirror."""
+class Holdings(set[bytes]):
+    """The keys of a pool, all of which may be shared."""
 
-    def __init__(self, name: str, locate: Callable[[], Awaitable[str]], **arguments: Any) -> None:
+    def rows(self) -> list[Row]:
+        return [Row(key, 0, RowState.READY, checksum=0) for key in self]
+
+
+class Peer:
+    """A replica: its pool, client and mirror. `find` finds the tracker."""
+
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], Awaitable[str]],
+        *,
+        namespace: str = "namespace",
+        stats: Callable[[], dict[str, object]] = dict,
+        **arguments: Any,
+    ) -> None:
         async def search() -> str:
             self.searching.set()
-            return await locate()
+            return await find()
 
         self._name = name
+        self._stats = stats
         self.searching = asyncio.Event()
-        self.pool: set[bytes] = set()
-        self.peers: list[frozenset[str]] = []
+        self.pool = Holdings()
         self.process = Process()
         self.mirror = WatchedMirror(name)
-        self.canary = Canary(self.mirror, SharedNamespace("namespace", self._move), self._differs)
+        self.namespace = SharedNamespace(namespace, self.mirror, NoDisk())
+        own, publisher = Identity(MODEL, name, "", 4), Publisher(name, cast(Any, self.pool))
+        events = arguments.pop("events", EventReporter(own))
+        self.canary = Canary(self.mirror, self.namespace, NoDisk(), publisher, events)
         self.canary.computed("short", sketch())
+        location: Any = SimpleNamespace(find=search)
+        process: Any = self.process
         self.client = TrackerClient(
-            **{
-                "model_uid": MODEL,
-                "incarnation": name,
-                "namespace": "namespace",
-                "key_bytes": 4,
-                "locate": search,
-                "mirror": self.mirror,
-                "canary": self.canary,
-                "publisher": Publisher(name, lambda: self.pool),
-                "process": self.process,
-                "events": EventReporter(XavierConfig(MODEL, "10.0.0.1:9999"), name),
-                "stats": lambda: {"pool": len(self.pool)},
-                "load_reporter": reporter(None),
-                "on_members": self.peers.append,
-                "heartbeat": 0.05,
-                **arguments,
-            }
+            own,
+            location,
+            mirror=self.mirror,
+            namespace=self.namespace,
+            canary=self.canary,
+            publisher=publisher,
+            process=process,
+            events=events,
+            load_reporter=arguments.pop("load_reporter", reporter(None)),
         )
+        assert not arguments
         self.task: asyncio.Task[None] | None = None
-        self.differing: list[str] = []
-
-    async def _move(self, namespace: str) -> None:
-        await self.client.change_namespace(namespace)
-
-    def _differs(self, peer: str, found: Difference, parts: bool) -> None:
-        self.differing.append(peer)
 
     async def start(self) -> None:
-        self.task = asyncio.create_task(self.client.run(f"{self._name}.example:1"))
+        running = self.client.run(f"{self._name}.example:1", self._stats)
+        self.task = asyncio.create_task(running)
         async with asyncio.timeout(PATIENCE):
             await self.client.joined.wait()
         self.searching.clear()
@@ -188,6 +196,12 @@ class Peers:
         """All running peers have noticed it on return."""
         await xo.destroy_actor(self.tracker)
         await until_lost(*(peer for peer in self.all if peer.task and not peer.task.done()))
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They notice the loss of their tracker soon."""
+    monkeypatch.setattr(client_module, "HEARTBEAT", 0.05)
 
 
 @pytest.fixture
@@ -270,9 +284,12 @@ async def test_two_replicas_of_one_incarnation_end_each_other_s_sessions(peers: 
     assert "another replica must not use this incarnation" in str(errors[1])
 
 
-async def test_a_replica_serves_once_it_says_so(peers: Peers) -> None:
+async def test_a_replica_serves_once_it_says_so(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once, and not with the next heartbeat."""
-    a, b = await peers.start("a", K1, heartbeat=3600.0), await peers.start("b")
+    monkeypatch.setattr(client_module, "HEARTBEAT", 3600.0)
+    a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
     assert b.mirror.peers.serving == frozenset()
     for serves in (True, False, True):
@@ -402,31 +419,24 @@ async def test_a_new_tracker_does_not_make_peers_look_dead(peers: Peers) -> None
     """It does not know the living peers yet; a donor must not take back its grants."""
     a, b = await peers.start("a"), await peers.start("b", K1)
     await a.sees(K1, "b")
-    assert a.peers[-1] == {"b"}
     await b.crash()
     await peers.lose_tracker()
     await peers.new_tracker()
     await a.mirror.until(lambda mirror: not mirror.peers.members)
-    assert a.peers[-1] == {"b"}
+    assert {*a.mirror.peers} == {"b"}
 
 
-async def test_after_a_lease_a_new_tracker_is_believed(peers: Peers) -> None:
-    a = await peers.start("a", watch_timeout=0.05)
+async def test_after_a_lease_a_new_tracker_is_believed(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "WATCH", 0.05)
+    a = await peers.start("a")
     b = await peers.start("b", K1)
     await a.sees(K1, "b")
     await b.crash()
     await peers.lose_tracker()
     await peers.new_tracker(lease=0.5, tick=0.05)
-    await a.mirror.until(lambda mirror: a.peers[-1] == frozenset())
-
-
-async def test_losing_a_peer_is_reported_once(peers: Peers) -> None:
-    a, b = await peers.start_two()
-    await a.mirror.until(lambda mirror: bool(mirror.peers.members))
-    await b.client.leave()
-    await a.mirror.until(lambda mirror: not mirror.peers.members)
-    b.store(K1)
-    assert a.peers == [frozenset({"b"}), frozenset()]
+    await a.mirror.until(lambda mirror: not mirror.peers)
 
 
 async def test_a_crashed_replica_is_gone_when_its_lease_ends(peers: Peers) -> None:
@@ -435,8 +445,7 @@ async def test_a_crashed_replica_is_gone_when_its_lease_ends(peers: Peers) -> No
     a, b = await peers.start_two(K1)
     await a.crash()
     await b.sees(K1)
-    assert b.mirror.peers.members == frozenset()
-    assert b.peers[-1] == frozenset()
+    assert not b.mirror.peers
 
 
 async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(peers: Peers) -> None:
@@ -536,13 +545,12 @@ async def test_namespaces_never_see_each_others_keys(peers: Peers) -> None:
 
 async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) -> None:
     a, b = await peers.start("a", K1), await peers.start("b", K2)
-    c = await peers.start("c", K3, namespace="other")
+    c = await peers.start("c", K3, namespace="namespace~1")
     await b.sees(K1, "a")
     await a.sees(K2, "b")
     a.pool.clear()
-    await a.client.change_namespace("other")
-    assert (len(a.mirror), a.peers[-1], a.client.namespace) == (0, frozenset(), "other")
-    await a.client.joined.wait()
+    await a.namespace.part("namespace")
+    assert (len(a.mirror), len(a.mirror.peers), a.namespace.current) == (0, 0, "namespace~1")
     await b.sees(K1)
     await a.sees(K3, "c")
     a.store(K1)
@@ -553,15 +561,15 @@ async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) ->
 async def test_the_namespace_can_change_while_the_tracker_is_lost(peers: Peers) -> None:
     a = await peers.start("a", K1)
     await peers.lose_tracker()
-    await a.client.change_namespace("other")
+    await a.namespace.part("namespace")
     await peers.new_tracker()
-    b = await peers.start("b", namespace="other")
+    b = await peers.start("b", namespace="namespace~1")
     await b.sees(K1, "a")
 
 
 async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(peers: Peers) -> None:
     a = await peers.start("a")
-    await a.client.change_namespace("other")
+    await a.namespace.part("namespace")
     async with asyncio.timeout(PATIENCE):
         await a.crash()
 
@@ -571,9 +579,10 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
 ) -> None:
     """A stopped process answers nothing, not even the request to cancel."""
     monkeypatch.setattr(client_module, "CALL_DEADLINE", 0.5)
+    monkeypatch.setattr(client_module, "WATCH", 0.2)
     process, address = stoppable_tracker
     peers = Peers(address)
-    a, b = await peers.start("a", K1), await peers.start("b", watch_timeout=0.2)
+    a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
     suspend(process)
     await until_lost(a, b)
@@ -614,9 +623,11 @@ async def test_without_a_tracker_everybody_computes(
     """One that hangs, and one that is known to be lost and therefore not called: that it was killed
     is noticed at once."""
     monkeypatch.setattr(client_module, "CLAIM_DEADLINE", 0.2)
+    for never in ("HEARTBEAT", "WATCH"):
+        monkeypatch.setattr(client_module, never, 3600.0)
     process, address = stoppable_tracker
     peers = Peers(address)
-    a = await peers.start("a", heartbeat=3600.0, watch_timeout=3600.0)
+    a = await peers.start("a")
     suspend(process)
     assert await claimed(a, K1) == 0
     assert a.client.counts.claim_failures == 1

@@ -13,13 +13,15 @@ Threading: the replica's background loop.
 """
 
 import asyncio
-from collections.abc import Callable
 from typing import NamedTuple
 
 from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import DISK
 from xinference_xavier.protocol.sketches import Difference, Sketch, pack_canaries
 from xinference_xavier.protocol.tracker import CanaryReport, Comparison, Verdict
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.reports import EventReporter, Publisher
 from xinference_xavier.runtime.aio import spawn
 from xinference_xavier.stats.schema import ComparisonStats
 
@@ -48,17 +50,15 @@ ProbeResult = Computed | Audited | Lost
 
 
 class Canary:
-    """`cannot` is why the engine computes none; empty if it does.
-
-    `differs(peer, difference, parts)` is called once for each peer that computes differently;
-    `parts` if we leave the namespace because of it.
-    """
+    """`cannot` is why the engine computes none; empty if it does."""
 
     def __init__(
         self,
         mirror: Mirror,
         namespace: SharedNamespace,
-        differs: Callable[[str, Difference, bool], None],
+        disk: Disk,
+        publisher: Publisher,
+        events: EventReporter,
         *,
         cannot: str = "",
     ) -> None:
@@ -68,11 +68,27 @@ class Canary:
         self.stats = ComparisonStats()
         self._mirror = mirror
         self._namespace = namespace
-        self._differs = differs
+        self._disk = disk
+        self._publisher = publisher
+        self._events = events
         self._sketches: dict[str, Sketch] = {}  # by the canary's name
         self._told: frozenset[str] = frozenset()  # replicas that the tracker found to differ
 
     # -- what the engine computes -------------------------------------------------------------
+
+    def take(self, result: ProbeResult) -> None:
+        """The engine has ended a probe."""
+        match result:
+            case Lost():
+                self.stats.lost_probes += 1
+            case Computed(name, sketch):
+                self.computed(name, sketch)
+                self._disk.probed(name.encode(), sketch)
+            case Audited(donor, found):
+                self.stats.audits += 1
+                if found is not None:
+                    self.stats.failed_audits += 1
+                    self._audit_failed(donor, found)
 
     def computed(self, name: str, sketch: Sketch) -> None:
         self._sketches[name] = {**self._sketches.get(name, {}), **sketch}
@@ -84,11 +100,19 @@ class Canary:
         self._sketches.clear()
         self.stats.canaries = 0
 
-    def distrust(self, peer: str, found: Difference) -> None:
-        """An audit found that rows from `peer` differ from ours."""
-        self._mirror.distrust(peer)
-        self.stats.compared = len(self._mirror.trusted)
-        self._note(peer, found, parts=False)
+    def _audit_failed(self, donor: str | None, found: Difference) -> None:
+        """Fetch no more from there, and drop what was fetched from anywhere; all rows if they were
+        our own."""
+        self._events.audit_failed(donor, found)
+        if donor is None:
+            self._publisher.forget(lambda _: True)
+        elif donor == DISK:
+            self._disk.distrust(found)
+            self._publisher.forget_foreign()
+        else:
+            self._mirror.distrust(donor)
+            self.stats.compared = len(self._mirror.trusted)
+            self._note(donor, found)
 
     # -- what the tracker says ----------------------------------------------------------------
 
@@ -108,7 +132,8 @@ class Canary:
 
     async def _leave(self, namespace: str, peer: str, found: Difference) -> None:
         if namespace == self._namespace.current:
-            self._note(peer, found, parts=True)
+            self._events.differs(peer, found)
+            self._note(peer, found)
             await self._namespace.part(namespace)
 
     def mirror_changed(self) -> None:
@@ -117,11 +142,12 @@ class Canary:
         new, self._told = differing.keys() - self._told, frozenset(differing)
         for peer in new:
             if (found := differing[peer].difference) is not None:
-                self._note(peer, found, parts=False)
+                self._note(peer, found)
         self.stats.compared = len(self._mirror.trusted)
 
-    def _note(self, peer: str, found: Difference, *, parts: bool) -> None:
+    def _note(self, peer: str, found: Difference) -> None:
+        """Called once for each peer that computes differently."""
         self.stats.differing += 1
         self.stats.peer, self.stats.layer = peer, found.layer
         self.stats.amount = min(found.amount, 1e9)  # JSON has no infinity
-        self._differs(peer, found, parts)
+        self._publisher.forget_foreign()

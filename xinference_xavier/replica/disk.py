@@ -45,6 +45,7 @@ from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.sketches import Difference, Sketch, difference
 from xinference_xavier.protocol.transfer import PullResult
+from xinference_xavier.replica.reports import Publisher
 from xinference_xavier.runtime.aio import DaemonThreads, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import DiskStats
@@ -243,9 +244,9 @@ class Disk:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    async def run(self, forget_foreign: Callable[[], None]) -> None:
+    async def run(self, publisher: Publisher) -> None:
         """Save what is wanted, and learn what others save, until cancelled. If the engine turns
-        out to compute other rows, `forget_foreign` ones."""
+        out to compute other rows, foreign ones are forgotten."""
         while True:
             before = self.state
             with suppress(TimeoutError):
@@ -258,7 +259,7 @@ class Disk:
                 if self.state is not DiskState.DIFFERS:
                     self._close()
             if self.state is DiskState.DIFFERS is not before:
-                forget_foreign()
+                publisher.forget_foreign()
 
     async def _begin(self) -> Store | None:
         """The namespace's store, opened anew; None if there is none, or until the next try."""
@@ -459,5 +460,5 @@ class NoDisk(Disk):
     def report(self) -> DiskStats:
         return DiskStats()
 
-    async def run(self, forget_foreign: Callable[[], None]) -> None:
+    async def run(self, publisher: Publisher) -> None:
         pass

@@ -16,21 +16,26 @@ from itertools import islice
 from typing import NamedTuple
 
 from xinference_xavier.errors import GrantRefusedError
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
+from xinference_xavier.replica.disk import Disk
+from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.reports import Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
 
 _BATCH = 16  # rows
+_INTERVAL = 1.0  # seconds
 
 
 class Checksums:
-    """Calls `offer(keys)` with chunks that may be shared from now on."""
+    """Chunks are published when they have theirs."""
 
-    def __init__(self, region: Region, pool: Pool, offer: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, region: Region, pool: Pool, publisher: Publisher) -> None:
         self._region = region
         self._pool = pool
-        self._offer = offer
+        self._publisher = publisher
         # By slot: a new row replaces an evicted one, so there are never more than slots.
         self._waiting: dict[int, Row] = {}
         self._work = asyncio.Event()
@@ -53,7 +58,8 @@ class Checksums:
                 checksums = await loop.run_in_executor(self._thread, self._checksum, pinned)
                 # Without an await between the two, so that a withdrawal can only follow the offer.
                 pairs = zip(pinned, checksums, strict=True)
-                self._offer([row.key for row, c in pairs if self._pool.set_checksum(row, c)])
+                offered = [row.key for row, c in pairs if self._pool.set_checksum(row, c)]
+                self._publisher.enqueue(offered, held=True)
             finally:
                 self._pool.unpin(pinned)
 
@@ -62,39 +68,53 @@ class Checksums:
 
 
 class Donor:
-    """Grants at most half of `pool` at a time, each grant for `lifetime` seconds."""
+    """Grants at most half of the pool at a time, each grant for `lifetime` seconds."""
 
-    def __init__(self, pool: Pool, process: TransferProcess, lifetime: float) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        mirror: Mirror,
+        disk: Disk,
+        process: TransferProcess,
+        namespace: SharedNamespace,
+        publisher: Publisher,
+        lifetime: float,
+    ) -> None:
         self._pool = pool
+        self._mirror = mirror
+        self._disk = disk
         self._process = process
+        self._namespace = namespace
+        self._publisher = publisher
         self.grants = Grants(pool, max(1, pool.slots // 2), lifetime)
 
-    def grant(
-        self,
-        request: GrantRequest,
-        *,
-        namespace: str | None,
-        sequence: int,
-        trusts: Callable[[str], bool],
-    ) -> Grant:
-        """Grant the leading chunks of the request that we hold.
+    async def run(self) -> None:
+        """End grants that are over, and what connects us with replicas that are no peers any more,
+        until cancelled. One may open a link after its lease has expired, before it knows."""
+        while True:
+            await asyncio.sleep(_INTERVAL)
+            self.grants.expire(time.monotonic())
+            peers = frozenset(self._mirror.peers)
+            # Links first: while a link is open, granted rows may be in flight.
+            await self._process.close_links_except(peers)
+            self.grants.release_except(peers)
 
-        `namespace` is the one in which we share, None if we do not; `sequence` is that of our last
-        publication. `trusts` says whether a consumer computes as we do: it may believe so although
-        we were reset meanwhile. Raises GrantRefusedError; LinkError for another version.
-        """
+    def grant(self, request: GrantRequest) -> Grant:
+        """Grant the leading chunks of the request that we hold. The disk is told of them: they are
+        used. Raises GrantRefusedError; LinkError for another version."""
         endpoint = self._process.endpoint
         check_request(request)
-        if namespace is None:
+        if not (self._namespace.is_settled and self._mirror.enabled):
             raise GrantRefusedError("sharing is off")
-        if request.namespace != namespace:
+        if request.namespace != self._namespace.current:
             raise GrantRefusedError("other namespace")
-        if not trusts(request.consumer):
+        if not self._mirror.may_fetch(request.consumer):  # it may not know that we were reset
             raise GrantRefusedError("not compared")
         if endpoint is None or not self._process.ready:
             raise GrantRefusedError("no transfer process")
         record = self.grants.grant(request.consumer, request.keys, time.monotonic())
         held = len(record.rows)
+        self._disk.used(request.keys[:held])
         beyond = request.keys[held : held + 1]
         return Grant(
             record.grant_id,
@@ -103,7 +123,7 @@ class Donor:
             expires=record.expires,
             endpoint=endpoint,
             more_is_held=any(self._pool.lookup(key) is not None for key in beyond),
-            sequence=sequence,
+            sequence=self._publisher.last_sequence,
         )
 
 

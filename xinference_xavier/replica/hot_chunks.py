@@ -233,7 +233,6 @@ class WarmJoin:
         mirror: Mirror,
         fetcher: Fetcher,
         process: TransferProcess,
-        ended: asyncio.Event,
     ) -> None:
         self._seconds = seconds
         self._incarnation = incarnation
@@ -242,7 +241,7 @@ class WarmJoin:
         self._mirror = mirror
         self._fetcher = fetcher
         self._process = process
-        self.ended = ended
+        self.ended = asyncio.Event()
         self._log = RateLimitedLog(logger)
         self._chunks = 0  # that it fetched
 

@@ -6,27 +6,34 @@ Threading: the scheduler thread announces resets; everything else runs on the re
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import MAX_WEIGHTS_VERSION
+from xinference_xavier.replica.disk import Disk
 
 
 class SharedNamespace:
-    """`own` is the digest of what the engine computes with. `move` changes to another namespace; it
-    returns when the replica has forgotten the peers of the former one."""
+    """`own` is the digest of what the engine computes with. With each change the session with the
+    tracker ends, the mirror forgets the peers of the former one, and the disk its store."""
 
-    def __init__(self, own: str, move: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, own: str, mirror: Mirror, disk: Disk) -> None:
         self.current = own
         self._own = self._base = own
         self.lasting: str | None = own
         """What engines with these weights have in common, also after a restart. None since a reset,
         until an operator sets the weights version."""
-        self._move = move
+        self._mirror = mirror
+        self._disk = disk
+        self._session: asyncio.Task[None] | None = None
         self._moving = asyncio.Lock()
         self.announced = 0  # resets
         self._done = 0
         self.parts = 0
         """How often we have left peers that compute different rows, since the last reset."""
+
+        disk.move(own)
 
     @property
     def is_settled(self) -> bool:
@@ -72,10 +79,25 @@ class SharedNamespace:
             self.parts += 1
             await self._change(f"{self._base}~{self.parts}")
 
+    async def run_session(self, session: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        """Run `session` in the current namespace until it ends, or we change to another one."""
+        self._session = asyncio.create_task(session(self.current))
+        try:
+            await asyncio.wait({self._session})
+        finally:
+            await self.end_session()
+
+    async def end_session(self) -> None:
+        if self._session is not None and not self._session.done():
+            self._session.cancel()
+            await asyncio.wait({self._session})
+
     async def _begin(self, namespace: str) -> None:
         self._base, self.parts = namespace, 0
         await self._change(namespace)
 
     async def _change(self, namespace: str) -> None:
         self.current = namespace
-        await self._move(namespace)
+        self._disk.move(self.lasting)
+        await self.end_session()
+        self._mirror.clear()

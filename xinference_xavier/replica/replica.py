@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,15 +21,12 @@ import xoscar
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.options import TRANSPORTS
-from xinference_xavier.peers import DISK
-from xinference_xavier.pool.pool import Row, flush, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
 from xinference_xavier.protocol.prefixes import Kept
-from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, HotChunks
-from xinference_xavier.replica.canary import Audited, Canary, Computed, Lost, ProbeResult
+from xinference_xavier.replica.canary import Canary, ProbeResult
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
 from xinference_xavier.replica.hot_chunks import (
@@ -46,6 +41,7 @@ from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.peer_tier import Background, PeerTier
 from xinference_xavier.replica.reports import (
     EventReporter,
+    Identity,
     LoadReporter,
     Publisher,
     SharingLog,
@@ -53,14 +49,13 @@ from xinference_xavier.replica.reports import (
 from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocation
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import LoopThread, Rollback, finishing, spawn
+from xinference_xavier.runtime.aio import LoopThread, Rollback, finishing
 from xinference_xavier.runtime.net import check_range, listen, own_host
 from xinference_xavier.stats import schema
 
 logger = logging.getLogger(__name__)
 
-_LINKS_INTERVAL = 10.0  # seconds, as are the others
-_HOUSEKEEPING_INTERVAL = 1.0
+_HOUSEKEEPING_INTERVAL = 1.0  # seconds, as are the others
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
 
@@ -96,7 +91,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 
     def grant(self, request: GrantRequest) -> Grant:
         """Raises GrantRefusedError, LinkError."""
-        return self._replica.grant(request)
+        return self._replica.donor.grant(request)
 
     def release(self, grant_id: int) -> None:
         self._replica.donor.grants.release(grant_id)
@@ -163,97 +158,94 @@ class Replica:
         TransportError if the configured host or ports cannot be used here."""
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
+        pool, disk = tier.pool, tier.disk
         self.tier = tier
-        self.mirror = tier.mirror
+        self.mirror = mirror = tier.mirror
         self._config = config
         self._engine = engine
         self._incarnation = incarnation
-        self._region = region
+        self._row_bytes = region.row_bytes
         self._cache_rows = cache_rows
-        self._pool = tier.pool
-        self._disk = tier.disk
         self._fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing or (
             NotSharing.CANNOT_COMPARE if engine.cannot_compare else None
         )
         self._host = own_host(config.host, config.tracker)
         self._thread = LoopThread("xavier-replica", self._begin)
-        self.process = TransferProcess(
+        self.process = process = TransferProcess(
             region,
             incarnation=incarnation,
             host=self._host,
             port_range=config.port_range,
             transports=TRANSPORTS.get(config.transport, (config.transport,)),
         )
-        warm_join_ended = asyncio.Event()
-        self._namespace = SharedNamespace(namespace, self._move)
-        if not not_sharing:
-            self._disk.move(self._namespace.lasting)
+        self.namespace = SharedNamespace(namespace, mirror, disk)
+        self._publisher = publisher = Publisher(incarnation, pool)
+        name = replica_name(incarnation, config.replica)
+        own = Identity(config.model_uid, incarnation, name, key_bytes)
+        events = EventReporter(own)
         self.canary = Canary(
-            self.mirror, self._namespace, self._differs, cannot=engine.cannot_compare
+            mirror, self.namespace, disk, publisher, events, cannot=engine.cannot_compare
         )
-        self._client = TrackerClient(
-            model_uid=config.model_uid,
-            incarnation=incarnation,
-            namespace=namespace,
-            key_bytes=key_bytes,
-            locate=TrackerLocation(config).find,
-            mirror=self.mirror,
-            canary=self.canary,
-            publisher=Publisher(incarnation, partial(shared_keys, self._pool)),
-            process=self.process,
-            events=EventReporter(config, incarnation),
-            load_reporter=LoadReporter(
-                engine.load, engine.take_prompts, engine.take_answers, warm_join_ended
-            ),
-            stats=self.stats,
-            on_members=self._members_changed,
-            replica=replica_name(incarnation, config.replica),
+        # A grant outlives the fetch that asked for it.
+        self.donor = Donor(
+            pool, mirror, disk, process, self.namespace, publisher, 2 * config.fetch_timeout
         )
-        self._fetcher = Fetcher(
+        fetcher = Fetcher(
             incarnation=incarnation,
-            pool=self._pool,
+            pool=pool,
             row_bytes=region.row_bytes,
-            process=self.process,
-            namespace=self._namespace,
-            mirror=self.mirror,
-            disk=self._disk,
-            publisher=self._client.publisher,
-            events=self._client.events,
+            process=process,
+            namespace=self.namespace,
+            mirror=mirror,
+            disk=disk,
+            publisher=publisher,
+            events=events,
         )
+        self._fetched = fetcher.counts
         # Without xinference nothing holds requests back meanwhile.
         waits = config.replica is None and self._never_sharing is None
         self.warm_join = WarmJoin(
             config.warm_join if waits else 0.0,
             incarnation=incarnation,
             key_bytes=key_bytes,
-            pool=self._pool,
-            mirror=self.mirror,
-            fetcher=self._fetcher,
-            process=self.process,
-            ended=warm_join_ended,
+            pool=pool,
+            mirror=mirror,
+            fetcher=fetcher,
+            process=process,
         )
-        # A grant outlives the fetch that asked for it.
-        self.donor = Donor(self._pool, self.process, 2 * config.fetch_timeout)
         self.kept = KeptPrefixes(
-            self._pool, config.pin_fraction, engine.take_computed, engine.take_marked
+            pool, config.pin_fraction, engine.take_computed, engine.take_marked
         )
-        self.recent = RecentPrompts(self._pool, engine.take_finished, self.kept, self._disk)
+        self.recent = RecentPrompts(pool, engine.take_finished, self.kept, disk)
         self.hand_over = HandOver(
             incarnation=incarnation,
             key_bytes=key_bytes,
-            mirror=self.mirror,
-            fetcher=self._fetcher,
+            mirror=mirror,
+            fetcher=fetcher,
             recent=self.recent,
+        )
+        self._client = TrackerClient(
+            own,
+            TrackerLocation(config),
+            mirror=mirror,
+            namespace=self.namespace,
+            canary=self.canary,
+            publisher=publisher,
+            process=process,
+            events=events,
+            load_reporter=LoadReporter(
+                engine.load, engine.take_prompts, engine.take_answers, self.warm_join.ended
+            ),
         )
         self._background = Background(
             self._thread.loop,
             self._client,
-            self.process,
-            self._fetcher,
-            Checksums(region, self._pool, self._offer),
+            process,
+            fetcher,
+            Checksums(region, pool, publisher),
             self.canary,
-            self._namespace,
+            self.namespace,
         )
 
     # -- called by the scheduler thread ------------------------------------------------------
@@ -280,96 +272,39 @@ class Replica:
             asyncio.ensure_future(work)
             for work in (
                 self.process.run(),
-                self._client.run(address),
+                self._client.run(address, self.stats),
                 self._background.checksums.run(),
                 self._housekeep(),
                 self.warm_join.run(),
-                self._end_late_links(),
-                self._disk.run(self._forget_foreign),
+                self.donor.run(),
+                self.tier.disk.run(self._publisher),
             )
         ]
         scope.undo(self._end, background)
         self.tier.open(self._background)
         return background
 
-    async def _move(self, namespace: str) -> None:
-        self._disk.move(self._namespace.lasting)
-        await self._client.change_namespace(namespace)
-
     async def _end(self, background: list[asyncio.Task[None]]) -> None:
         self.tier.close()
-        self._disk.close()
+        self.tier.disk.close()
         for task in background:
             task.cancel()
         for result in await asyncio.gather(*background, return_exceptions=True):
             if isinstance(result, Exception):
                 logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
 
-    def _members_changed(self, members: frozenset[str]) -> None:
-        spawn(self._end_links())
-
-    async def _end_links(self) -> None:
-        """End what connects us with replicas that are no peers any more."""
-        peers = frozenset(self.mirror.peers)
-        # Links first: while a link is open, granted rows may be in flight.
-        await self.process.close_links_except(peers)
-        self.donor.grants.release_except(peers)
-
-    async def _end_late_links(self) -> None:
-        """A replica may open one after its lease has expired, before it knows."""
-        while True:
-            await asyncio.sleep(_LINKS_INTERVAL)
-            await self._end_links()
-
-    def _offer(self, keys: list[bytes]) -> None:
-        """The engine computed these chunks, and they may be shared from now on."""
-        self._client.publisher.enqueue(keys, held=True)
-
-    def _differs(self, peer: str, found: Difference, parts: bool) -> None:
-        """What we have fetched may be wrong, too: others may have got it from the peer."""
-        if parts:
-            self._client.events.differs(peer, found)
-        self._forget_foreign()
-
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self._incarnation)
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
-            self._client.publisher.withdraw_evicted()
-            self._client.publisher.flush()
-            self.donor.grants.expire(time.monotonic())
+            self._publisher.withdraw_evicted()
+            self._publisher.flush()
             self.recent.collect()
             self.kept.collect()
-            self._disk.keep(chain.from_iterable(self.kept.prompts()))
+            self.tier.disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self._engine.work_on_probes():
-                self._take_result(result)
+                self.canary.take(result)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers.members))
-
-    def _take_result(self, result: ProbeResult) -> None:
-        stats = self.canary.stats
-        match result:
-            case Lost():
-                stats.lost_probes += 1
-            case Computed(name, sketch):
-                self.canary.computed(name, sketch)
-                self._disk.probed(name.encode(), sketch)
-            case Audited(donor, found):
-                stats.audits += 1
-                if found is not None:
-                    stats.failed_audits += 1
-                    self._audit_failed(donor, found)
-
-    def _audit_failed(self, donor: str | None, found: Difference) -> None:
-        """Fetch no more from there, and drop what was fetched from anywhere; all rows if they were
-        our own."""
-        self._client.events.audit_failed(donor, found)
-        if donor is None:
-            self.flush()
-        elif donor == DISK:
-            self._disk.distrust(found)
-            self._forget_foreign()
-        else:
-            self.canary.distrust(donor, found)  # calls `_differs`
 
     def _not_sharing(self) -> NotSharing | None:
         """Why the replica cannot fetch from any peer; None if it can."""
@@ -384,42 +319,20 @@ class Replica:
         if not self.process.ready:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.mirror.peers.members:
-            return NotSharing.NO_PEERS if self._namespace.lasting else NotSharing.ALONE
+            return NotSharing.NO_PEERS if self.namespace.lasting else NotSharing.ALONE
         if not self.mirror.trusted:
             return NotSharing.NOT_COMPARED
         return None
 
     # -- asked by peers and the tracker -------------------------------------------------------
 
-    def grant(self, request: GrantRequest) -> Grant:
-        """Raises GrantRefusedError, LinkError."""
-        shares = self.tier.sharing and self.mirror.enabled
-        grant = self.donor.grant(
-            request,
-            namespace=self._namespace.current if shares else None,
-            sequence=self._client.publisher.last_sequence,
-            trusts=self.mirror.may_fetch,
-        )
-        self._disk.used(request.keys[: len(grant.checksums)])
-        return grant
-
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""
-        return await finishing(self._namespace.rejoin(version, self._namespace.announced))
+        return await finishing(self.namespace.rejoin(version, self.namespace.announced))
 
     def flush(self) -> int:
         """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
-        return self._forget(lambda _: True)
-
-    def _forget_foreign(self) -> None:
-        """Keep only what the engine has computed."""
-        self._forget(lambda row: row.origin is not None)
-
-    def _forget(self, of: Callable[[Row], bool]) -> int:
-        keys = flush(self._pool, of)
-        self._client.publisher.enqueue(keys, held=False)
-        self._client.publisher.flush()
-        return len(keys)
+        return self._publisher.forget(lambda _: True)
 
     def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
         """How far the replica is, which hands over what only it holds to the peers that `stay`."""
@@ -436,7 +349,7 @@ class Replica:
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
-        row_bytes, counts, process = self._region.row_bytes, self._fetcher.counts, self.process
+        row_bytes, counts, process = self._row_bytes, self._fetched, self.process
         received = {peer.name: peer.received for peer in [*self.mirror.peers.values()]}
         return asdict(
             schema.ReplicaStats(
@@ -448,12 +361,12 @@ class Replica:
                 fetching=dict(counts.in_flight),
                 fetches=counts.fetches,
                 pool=schema.PoolStats(
-                    *self._pool.counts(), row_bytes, self._cache_rows, self._config.engines
+                    *self.tier.pool.counts(), row_bytes, self._cache_rows, self._config.engines
                 ),
                 grants=len(self.donor.grants),
                 mirrored=len(self.mirror),
                 comparison=self.canary.stats,
-                disk=self._disk.report(),
+                disk=self.tier.disk.report(),
                 not_sharing=self._not_sharing(),
                 refused_posts=self._background.refused,
                 transfer_pid=process.pid,

@@ -15,9 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.events import (
     AuditFailed,
@@ -28,6 +27,7 @@ from xinference_xavier.events import (
     TrackerRegained,
     event_dict,
 )
+from xinference_xavier.pool.pool import Pool, Row, flush, shared_keys
 from xinference_xavier.protocol.load import Load, RequestReport
 from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import (
@@ -47,6 +47,15 @@ Call = Callable[..., Coroutine[Any, Any, Any]]
 """Calls a method of the tracker by name, for the replica in its namespace, with a deadline."""
 
 
+class Identity(NamedTuple):
+    """What a replica says of itself. `replica` is the name that it keeps over its incarnations."""
+
+    model_uid: str
+    incarnation: str
+    replica: str
+    key_bytes: int
+
+
 @dataclass
 class ClientCounts:
     """The sessions of a tracker client, and what failed."""
@@ -62,15 +71,15 @@ class ClientCounts:
 
 
 class Publisher:
-    """`holdings` returns all keys that `incarnation` publishes. `last_sequence` is the number of
+    """Tells the tracker which rows of the pool peers may fetch. `last_sequence` is the number of
     the last publication; `batches` and `replacements` (snapshots) count them."""
 
-    def __init__(self, incarnation: str, holdings: Callable[[], Iterable[bytes]]) -> None:
+    def __init__(self, incarnation: str, pool: Pool) -> None:
         self.last_sequence = 0
         self.batches = 0
         self.replacements = 0
         self._incarnation = incarnation
-        self._holdings = holdings
+        self._pool = pool
         # Not withdrawn yet. It overflows only if the loop hangs: then our lease expires anyway.
         self._evicted: deque[bytes] = deque(maxlen=MAX_QUEUED)
         self._queue: dict[bytes, bool] = {}
@@ -97,6 +106,17 @@ class Publisher:
         if held:
             self._work.set()
 
+    def forget(self, which: Callable[[Row], bool]) -> int:
+        """Drop these READY rows of the pool; returns how many."""
+        keys = flush(self._pool, which)
+        self.enqueue(keys, held=False)
+        self.flush()
+        return len(keys)
+
+    def forget_foreign(self) -> None:
+        """Keep only what the engine has computed: peers may have got wrong rows from others."""
+        self.forget(lambda row: row.origin is not None)
+
     def flush(self) -> None:
         """Publish what is queued now."""
         if self._queue or self._replace_all:
@@ -114,7 +134,7 @@ class Publisher:
     async def send_holdings(self, call: Call) -> None:
         # The holdings include everything queued so far.
         self._queue, self._replace_all = {}, False
-        keys = [*self._holdings()]
+        keys = shared_keys(self._pool)
         most = MAX_PACKED_BYTES // len(keys[0]) if keys else 0
         outcome = await self._send(call, "replace", pack(keys[-most:]))
         if outcome is not Outcome.APPLIED:
@@ -204,10 +224,10 @@ def _differs(reported: Load | None, load: Load, passed: float) -> bool:
 class EventReporter:
     """`pending` are the events that the tracker does not have yet."""
 
-    def __init__(self, config: XavierConfig, incarnation: str) -> None:
+    def __init__(self, own: Identity) -> None:
         self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
-        self._model_uid = config.model_uid
-        self._incarnation = incarnation
+        self._model_uid = own.model_uid
+        self._incarnation = own.incarnation
         self._tracker_lost = False
 
     def tracker_session(self, error: Exception | None) -> None:

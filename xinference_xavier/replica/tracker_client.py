@@ -13,7 +13,7 @@ The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +37,11 @@ from xinference_xavier.protocol.tracker import (
     tracker_uid,
 )
 from xinference_xavier.replica.canary import Canary
+from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import (
     ClientCounts,
     EventReporter,
+    Identity,
     LoadReporter,
     Publisher,
 )
@@ -106,89 +108,69 @@ MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0  # seconds before the next session
 _HEARTBEATS_PER_LEASE = 5
 
 
+HEARTBEAT = 2.0
+"""Seconds between two heartbeats, at most: there are five in a tracker's lease."""
+WATCH = 10.0
+"""Seconds that a watch waits for changes."""
+
+
 class TrackerClient:
     """Membership of one replica.
 
-    - `replica` is the name that it keeps over its incarnations.
-    - `locate` returns the address of the tracker's pool, or raises while there is no tracker.
-    - `canary` has what the tracker is to compare.
-    - `process` gets the model's secret at every join, before peers learn the holdings. The tracker
-      is told at once whether it is ready, because peers can fetch only then.
-    - `events` hears of sessions; what it has pending is removed once delivered.
-    - `stats` returns the replica's stats, JSON-able.
-    - `on_members` receives who the peers are, whenever that changes.
-    - `heartbeat`, at most a fifth of the tracker's lease, and `watch_timeout` are in seconds.
+    `process` gets the model's secret at every join, before peers learn the holdings. The tracker is
+    told at once whether it is ready, because peers can fetch only then. What `events` has pending
+    is removed once delivered.
 
     `secret` is the model's; None before the first join, a new one after the tracker was lost.
-    `namespace` is the one to be in. `joined` is set while the replica is a member that has
-    published its holdings.
+    `joined` is set while the replica is a member that has published its holdings.
     """
 
     def __init__(
         self,
+        own: Identity,
+        location: TrackerLocation,
         *,
-        model_uid: str,
-        incarnation: str,
-        namespace: str,
-        key_bytes: int,
-        locate: Callable[[], Awaitable[str]],
         mirror: Mirror,
+        namespace: SharedNamespace,
         canary: Canary,
         publisher: Publisher,
         process: TransferProcess,
         events: EventReporter,
         load_reporter: LoadReporter,
-        stats: Callable[[], dict[str, object]],
-        on_members: Callable[[frozenset[str]], None],
-        replica: str = "",
-        heartbeat: float = 2.0,
-        watch_timeout: float = 10.0,
     ) -> None:
-        self.mirror = mirror
         self.secret: bytes | None = None
         self.joined = asyncio.Event()
         self.counts = ClientCounts()
         self.publisher = publisher
-        self._model_uid = model_uid
-        self._incarnation = incarnation
+        self._own = own
+        self._incarnation = own.incarnation
+        self._location = location
+        self._mirror = mirror
+        self._namespace = namespace
         self._canary = canary
-        self.namespace = namespace
-        self._key_bytes = key_bytes
-        self._locate = locate
-        self._heartbeat = heartbeat
-        self._watch_timeout = watch_timeout
         self._process = process
-        self.events = events
+        self._events = events
         self._load_reporter = load_reporter
-        self._stats = stats
-        self._on_members = on_members
-        self._known: frozenset[str] = frozenset()
-        self._replica = replica
-        self._retry_now = asyncio.Event()
-        self._session: asyncio.Task[None] | None = None
         self._tracker: Any = None
-        self._leaving = False
+        self._leaving = asyncio.Event()
 
     # What the replica calls
 
-    async def run(self, address: str) -> None:
-        """Be a member until cancelled or `leave` is called. The replica's actor is at `address`."""
-        # Its transfer process learns the secret from the join, so it serves nobody yet.
-        member = Member(self._incarnation, address, serves=False)
+    async def run(self, address: str, stats: Callable[[], dict[str, object]]) -> None:
+        """Be a member until cancelled or `leave` is called. The replica's actor is at `address`;
+        `stats` are its figures, JSON-able."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(MIN_BACKOFF, MAX_BACKOFF, jitter=True)
-        while not self._leaving:
-            started = loop.time()
-            self._retry_now.clear()
-            self._session = asyncio.create_task(self._run_session(self.namespace, member))
-            try:
-                await asyncio.wait({self._session})
-            finally:
-                await self._end_session()
+        while not self._leaving.is_set():
+            started, namespace = loop.time(), self._namespace.current
+            await self._namespace.run_session(partial(self._run_session, address, stats))
             if loop.time() - started > MAX_BACKOFF:
                 backoff.reset()
-            with suppress(TimeoutError):
-                await within(backoff.pause(), self._retry_now.wait())
+            if namespace == self._namespace.current:
+                with suppress(TimeoutError):
+                    await within(backoff.pause(), self._leaving.wait())
+            if namespace != self._namespace.current:
+                await self._send_leave(namespace, moving=True)
 
     async def claim(self, claim: Claim) -> None:
         """Ask the tracker who computes `claim`. Without an answer in time, it is ours."""
@@ -196,9 +178,8 @@ class TrackerClient:
         try:
             if self.joined.is_set():
                 seconds = min(CLAIM_FACTOR * claim.seconds, MAX_CLAIM_SECONDS)
-                held_by_peer = await within(
-                    CLAIM_DEADLINE, self._call(self.namespace, "claim", pack(claim.keys), seconds)
-                )
+                call = self._call(self._namespace.current, "claim", pack(claim.keys), seconds)
+                held_by_peer = await within(CLAIM_DEADLINE, call)
         except Exception:
             self.counts.claim_failures += 1
         finally:
@@ -208,35 +189,28 @@ class TrackerClient:
         """End our claim: the keys are computed, or will not be."""
         try:
             if self.joined.is_set():
-                await self._call(self.namespace, "release", pack(claim.keys))
+                await self._call(self._namespace.current, "release", pack(claim.keys))
         except Exception:  # the tracker will end it
             self.counts.claim_failures += 1
 
-    async def change_namespace(self, namespace: str) -> None:
-        """Leave the current namespace and join another as soon as the tracker answers. On return
-        the mirror holds nothing of the old namespace and will not again."""
-        old, self.namespace = self.namespace, namespace
-        await self._end_session()
-        self.mirror.clear()
-        self._tell_members()
-        await self._send_leave(old, moving=True)
-        self._retry_now.set()
-
     async def leave(self) -> None:
         """Stop being a member, within a second; `run` returns."""
-        self._leaving = True
-        await self._end_session()
-        self._retry_now.set()
-        await self._send_leave(self.namespace)
+        self._leaving.set()
+        await self._namespace.end_session()
+        await self._send_leave(self._namespace.current)
 
     # A session
 
-    async def _run_session(self, namespace: str, member: Member) -> None:
+    async def _run_session(
+        self, address: str, stats: Callable[[], dict[str, object]], namespace: str
+    ) -> None:
+        # Its transfer process learns the secret from the join, so it serves nobody yet.
+        member = Member(self._incarnation, address, serves=False)
         try:
             lease = await self._join(namespace, member)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(namespace))
-                tasks.create_task(self._send_heartbeats(namespace, lease))
+                tasks.create_task(self._send_heartbeats(namespace, lease, stats))
                 tasks.create_task(self.publisher.run(partial(self._call, namespace)))
                 tasks.create_task(self._tell_serving(namespace))
                 tasks.create_task(self._compare(namespace))
@@ -244,20 +218,28 @@ class TrackerClient:
         except Exception as error:
             self.counts.failures += 1
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            self.events.tracker_session(cause)
+            self._events.tracker_session(cause)
+        finally:
+            self.joined.clear()
 
     async def _join(self, namespace: str, member: Member) -> float:
         """Return the lease, in seconds."""
-        address = await within(LOCATE_DEADLINE, self._locate())
-        uid = tracker_uid(self._model_uid)
+        address = await within(LOCATE_DEADLINE, self._location.find())
+        uid = tracker_uid(self._own.model_uid)
         self._tracker = await within(CALL_DEADLINE, xoscar.actor_ref(address=address, uid=uid))
-        settings, report = self.mirror.settings, self._canary.report()
+        settings, report = self._mirror.settings, self._canary.report()
         call = self._tracker.join(
-            namespace, member, self._key_bytes, settings, self._replica, PROTOCOL_VERSION, report
+            namespace,
+            member,
+            self._own.key_bytes,
+            settings,
+            self._own.replica,
+            PROTOCOL_VERSION,
+            report,
         )
         reply: JoinReply = await within(CALL_DEADLINE, call)
         self._canary.judged(namespace, report, reply.comparison)
-        self.mirror.peers.expect(reply.epoch, reply.lease)
+        self._mirror.peers.expect(reply.epoch, reply.lease)
         self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
         spawn(self._process.configure(reply.secret))
         await self.publisher.send_holdings(partial(self._call, namespace))
@@ -265,11 +247,11 @@ class TrackerClient:
             self.counts.reconnects += 1
         self.secret = reply.secret
         self.joined.set()
-        self.events.tracker_session(None)
+        self._events.tracker_session(None)
         return reply.lease
 
     async def _watch(self, namespace: str) -> None:
-        mirror, timeout = self.mirror, self._watch_timeout
+        mirror, timeout = self._mirror, WATCH
         while True:
             update: Update = await self._call(
                 namespace, "watch", mirror.epoch, mirror.revision, timeout, wait=timeout
@@ -277,24 +259,19 @@ class TrackerClient:
             for _ in mirror.apply_in_pieces(update):
                 await asyncio.sleep(PIECE_PAUSE)
             self._canary.mirror_changed()
-            self._tell_members()
 
-    def _tell_members(self) -> None:
-        known = frozenset(self.mirror.peers)
-        if known != self._known:
-            self._known = known
-            self._on_members(known)
-
-    async def _send_heartbeats(self, namespace: str, lease: float) -> None:
+    async def _send_heartbeats(
+        self, namespace: str, lease: float, stats: Callable[[], dict[str, object]]
+    ) -> None:
         while True:
-            pending = self.events.pending
+            pending = self._events.pending
             events = tuple(pending)[:MAX_REPORTED]
-            if not await self._call(namespace, "heartbeat", self._current_stats(), events):
+            if not await self._call(namespace, "heartbeat", self._current(stats), events):
                 raise NotMemberError(f"the tracker does not know {self._incarnation!r}; join again")
             for event in events:  # a full deque may have dropped the oldest meanwhile
                 if pending and pending[0] is event:
                     pending.popleft()
-            await asyncio.sleep(min(self._heartbeat, lease / _HEARTBEATS_PER_LEASE))
+            await asyncio.sleep(min(HEARTBEAT, lease / _HEARTBEATS_PER_LEASE))
 
     async def _tell_serving(self, namespace: str) -> None:
         while True:
@@ -316,20 +293,14 @@ class TrackerClient:
 
     # Around the sessions
 
-    def _current_stats(self) -> dict[str, object]:
+    def _current(self, stats: Callable[[], dict[str, object]]) -> dict[str, object]:
         try:
-            return self._stats()
+            return stats()
         except Exception:
             self.counts.stats_failures += 1
             if self.counts.stats_failures == 1:
                 logger.exception("stats failed: incarnation=%s", self._incarnation)
             return {}
-
-    async def _end_session(self) -> None:
-        self.joined.clear()
-        if self._session is not None and not self._session.done():
-            self._session.cancel()
-            await asyncio.wait({self._session})
 
     async def _send_leave(self, namespace: str, moving: bool = False) -> None:
         if self._tracker is None:
