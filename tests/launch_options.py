@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.config import ENABLE, parse_options, take_launch_options
+from xinference_xavier.config import ENABLE, LaunchOptions, parse_options, take_launch_options
 from xinference_xavier.errors import ConfigError
 
 
-def parsed(**options: Any) -> dict[str, Any]:
+def parsed(**options: Any) -> LaunchOptions:
     return parse_options(options)
 
 

@@ -10,6 +10,7 @@ from tests.launch_options import parsed, refusal
 from xinference_xavier.config import (
     ENABLE,
     UPSTREAM_OPTIONS,
+    LaunchOptions,
     XavierConfig,
     for_worker,
     kv_transfer_config,
@@ -24,7 +25,7 @@ GiB = 1 << 30
 @pytest.mark.parametrize("yes", [True, 1, "1", "true", "True", " TRUE ", "yes", "on"])
 @pytest.mark.parametrize("name", ["enable_xavier", "enable-xavier"])
 def test_enabled(name: str, yes: object) -> None:
-    assert take_launch_options({name: yes}) == {}
+    assert take_launch_options({name: yes}) == LaunchOptions()
 
 
 @pytest.mark.parametrize("no", [False, 0, "0", "false", "False", "no", "off", None])
@@ -48,7 +49,7 @@ def test_options_are_taken_out_in_both_spellings_and_others_stay() -> None:
         "max_model_len": 16384,
     }
     options = take_launch_options(kwargs)
-    assert options == {"pool_bytes": 4 * GiB, "chunk_tokens": 256}
+    assert options == LaunchOptions(pool_bytes=4 * GiB, chunk_tokens=256)
     assert kwargs == {"max_model_len": 16384}
 
 
@@ -58,7 +59,7 @@ def test_the_same_option_in_both_spellings_is_refused() -> None:
 
 
 def test_none_means_not_given() -> None:
-    assert parsed(xavier_pool_bytes=None, xavier_host=None) == {}
+    assert parsed(xavier_pool_bytes=None, xavier_host=None) == LaunchOptions()
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
@@ -145,13 +146,10 @@ class TestDefaultsOfTheCluster:
         monkeypatch.setenv("XINFERENCE_XAVIER_QUEUE", "7")
         monkeypatch.setenv("XINFERENCE_XAVIER_HOST", "")
         options = parsed(xavier_queue="8", xavier_audit=False, xavier_pool_bytes=None)
-        assert options == {
-            "pool_bytes": 4 * GiB,
-            "queue": 8,
-            "audit": False,
-            "from_environment": ("pool_bytes",),
-        }
-        config = XavierConfig("m", "10.0.0.1:9999", **options)
+        assert options == LaunchOptions(
+            pool_bytes=4 * GiB, queue=8, audit=False, from_environment=("pool_bytes",)
+        )
+        config = XavierConfig("m", "10.0.0.1:9999", **vars(options))
         assert XavierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
     def test_a_misspelt_one_is_named(
@@ -159,7 +157,7 @@ class TestDefaultsOfTheCluster:
     ) -> None:
         monkeypatch.setenv("XINFERENCE_XAVIER_PROFILE", "1")  # xinference's own
         monkeypatch.setenv("XINFERENCE_XAVIER_POOL_SIZE", "4GiB")
-        assert parsed() == {}
+        assert parsed() == LaunchOptions()
         (said,) = caplog.messages
         assert said.startswith("XINFERENCE_XAVIER_POOL_SIZE is no default of an option; did you")
         assert said.endswith("mean XINFERENCE_XAVIER_POOL_BYTES?")
@@ -168,14 +166,14 @@ class TestDefaultsOfTheCluster:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("XINFERENCE_XAVIER_PREFILL_THRESHOLD", "500")
-        assert parsed() == {}
+        assert parsed() == LaunchOptions()
         (said,) = caplog.messages
         assert said.startswith("XINFERENCE_XAVIER_PREFILL_THRESHOLD=500 is ignored; that option")
 
     def test_a_wrong_one_is_refused_by_its_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XINFERENCE_XAVIER_POOL_BYTES", "all")
         assert refusal().startswith("XINFERENCE_XAVIER_POOL_BYTES='all' is not a size; use a")
-        assert parsed(xavier_pool_bytes="1GiB") == {"pool_bytes": GiB}
+        assert parsed(xavier_pool_bytes="1GiB") == LaunchOptions(pool_bytes=GiB)
 
 
 @pytest.mark.parametrize("off", [{}, {ENABLE: False}, {ENABLE: "false"}])
@@ -206,7 +204,7 @@ def test_a_retired_option_is_ignored_with_a_warning(
 ) -> None:
     """An old launch that means this extension may have it, and an old configuration of vLLM."""
     kwargs = {ENABLE: True, name: 500}
-    assert take_launch_options(kwargs) == {}
+    assert take_launch_options(kwargs) == LaunchOptions()
     assert kwargs == {}
     warning = "=500 is ignored; that option is gone: prefills go to a prefill replica"
     assert f"{name}{warning}" in caplog.text
@@ -216,7 +214,7 @@ def test_a_retired_option_is_ignored_with_a_warning(
     assert f"xavier_prefill_threshold{warning}" in caplog.text
     caplog.clear()
     assert XavierConfig.from_dict({**config.to_dict(), "prefill_threshold": None}) == config
-    assert parsed(**{name: None}) == {}
+    assert parsed(**{name: None}) == LaunchOptions()
     assert not caplog.messages
 
 

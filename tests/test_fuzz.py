@@ -172,8 +172,8 @@ def options(example: dict[str, Any]) -> None:
     """Launch options from a user, through JSON."""
     with suppress(ConfigError):
         taken = take_launch_options({"enable_xavier": True, **example})
-        config = XavierConfig("m", "h:1", **(taken or {}))
-        json.dumps(config.to_dict())
+        if taken is not None:
+            json.dumps(XavierConfig("m", "h:1", **vars(taken)).to_dict())
 
 
 OPTIONS = st.dictionaries(

@@ -64,11 +64,12 @@ OWN_VARIABLES = frozenset({"XINFERENCE_XAVIER_TENANTS"})
 """Of the API process; no launch has such an option."""
 
 
-@pydantic.dataclasses.dataclass(
-    frozen=True, config=pydantic.ConfigDict(extra="forbid", strict=True)
-)
-class XavierConfig:
-    """The configuration of one replica.
+_RULES = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)
+class LaunchOptions:
+    """What a launch, or the cluster's environment, says of all its replicas.
 
     ``pool_bytes`` is the total over the replica's ``engines``, several with data parallelism, and
     their vLLM workers. None stands for the size of the KV cache, if memory allows.
@@ -76,15 +77,10 @@ class XavierConfig:
     knows both. With ``min_fetch_tokens`` None the engine measures whether a run of
     ``least_fetch_tokens`` or more is worth a fetch. ``disk`` is a folder of the replica's host:
     rows take at most ``disk_bytes`` there, with None a tenth of its file system; ``disk_save`` says
-    which. ``roles`` are those of the launch's replicas, ``role`` is this one's. ``replica`` is the
-    replica's name without xinference. ``from_environment`` are the fields whose values are the
-    cluster's defaults. ``replaced_vllm`` is the older version of vLLM that the model's definition
-    asks for, where the launch has replaced it. ``tracker_address`` may have a wildcard as its host:
-    ``supervisor_address`` is an address of the same host, as the replica's worker reaches it.
+    which. ``roles`` are those of the replicas. ``from_environment`` are the fields whose values are
+    the cluster's defaults.
     """
 
-    model_uid: str
-    tracker_address: Annotated[str, pydantic.AfterValidator(without_brackets)]
     pool_bytes: int | None = None
     chunk_tokens: int | None = None
     transport: str = "auto"
@@ -103,10 +99,24 @@ class XavierConfig:
     disk_bytes: int | None = None
     disk_save: Saved = "reused"
     untested_vllm: bool = False
-    replaced_vllm: str | None = None
     from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
-    request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_RULES)
+class XavierConfig(LaunchOptions):
+    """The configuration of one replica.
+
+    ``role`` is its own. ``replica`` is its name without xinference. ``replaced_vllm`` is the older
+    version of vLLM that the model's definition asks for, where the launch has replaced it.
+    ``tracker_address`` may have a wildcard as its host: ``supervisor_address`` is an address of the
+    same host, as the replica's worker reaches it.
+    """
+
+    model_uid: str
+    tracker_address: Annotated[str, pydantic.AfterValidator(without_brackets)]
+    replaced_vllm: str | None = None
+    request_limit: Annotated[int, pydantic.Field(ge=1)] | None = None
     role: Role = "any"
     worker_address: str | None = None
     supervisor_address: str | None = None
@@ -157,7 +167,7 @@ class XavierConfig:
 
 def take_launch_options(
     kwargs: MutableMapping[str, Any], foreign: bool = False
-) -> dict[str, Any] | None:
+) -> LaunchOptions | None:
     """Remove our options, with ``-`` or ``_``, from a launch's keyword arguments and parse them.
     The environment has the cluster's defaults.
 
@@ -224,9 +234,9 @@ def default_backend() -> Backend:
     return backend
 
 
-def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of XavierConfig, from our options among those ``given``, and for the others from the
-    environment. Ignores retired options, with a warning. Raises ConfigError."""
+def parse_options(given: Mapping[str, Any]) -> LaunchOptions:
+    """Our options among those ``given``, and for the others those of the environment. Ignores
+    retired options, with a warning. Raises ConfigError."""
     _warn_of_ignored_defaults()
     ours: dict[str, Any] = {}
     for name, value in given.items():
@@ -250,9 +260,8 @@ def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if os.environ.get(variable := _variable(plain)) and plain not in options
     }
     fields = {plain.removeprefix(_PREFIX): value for plain, value in (defaults | options).items()}
-    if defaults:
-        fields["from_environment"] = tuple(plain.removeprefix(_PREFIX) for plain in defaults)
-    return fields
+    inherited = tuple(plain.removeprefix(_PREFIX) for plain in defaults)
+    return LaunchOptions(**fields, from_environment=inherited)
 
 
 def _warn_of_retired(option: str, name: str, value: object) -> None:

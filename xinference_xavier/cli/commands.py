@@ -268,7 +268,7 @@ def tracker(model: str, address: str, xavier_hooks: str | None) -> None:
 
     try:
         standalone.endpoint(address)
-        hooks = parse_options({"xavier_hooks": xavier_hooks}).get("hooks")
+        hooks = parse_options({"xavier_hooks": xavier_hooks}).hooks
         if hooks is not None:
             load_hook(hooks)
     except ConfigError as error:

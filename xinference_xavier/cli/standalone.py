@@ -45,19 +45,17 @@ def transfer_config(
             raise ConfigError(
                 option, value, "does nothing in a server without xinference", "leave it out"
             )
-    fields = parse_options(options)
+    parsed = parse_options(options)
     if name is not None and not _NAME.fullmatch(name):
         raise ConfigError(
             "name", name, "is not a name", "use letters, digits, dots, dashes and underscores"
         )
     check_reachable(address)
-    if "pool_bytes" not in fields:
+    if parsed.pool_bytes is None:
         raise ConfigError(
             "xavier_pool_bytes", None, "is required without xinference", "use a size such as 4GiB"
         )
-    return kv_transfer_config(
-        XavierConfig(model_uid=model_uid, tracker_address=address, replica=name, **fields)
-    )
+    return kv_transfer_config(XavierConfig(model_uid, address, replica=name, **vars(parsed)))
 
 
 def check_reachable(address: str) -> None:

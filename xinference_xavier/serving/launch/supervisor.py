@@ -224,8 +224,8 @@ def sharing_launch(original: Method) -> Method:
         if reason is not None:
             raise reason
         refuse_unshareable(call.arguments, extra)
-        refuse_roles_without_replicas(call.arguments, options.get("roles", ()))
-        if options.get("transport") == "shared_memory":
+        refuse_roles_without_replicas(call.arguments, options.roles or ())
+        if options.transport == "shared_memory":
             refuse_several_hosts(supervisor, call.arguments)
         model_uid = call.arguments["model_uid"]
         if model_uid is None:
@@ -245,11 +245,11 @@ def sharing_launch(original: Method) -> Method:
         release_uid(supervisor, model_uid)  # a replica may have begun to load after the cancel
         try:
             config = XavierConfig(
-                model_uid=model_uid,
-                tracker_address=address,
+                model_uid,
+                address,
                 replicas_per_host=_replicas_per_host(supervisor, call.arguments),
                 request_limit=_request_limit(call.arguments),
-                **options,
+                **vars(options),
             )
             extra["kv_transfer_config"] = kv_transfer_config(config)
             if config.hooks is not None:
