@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.runtime.addresses import PORTS_PER_REPLICA, is_wildcard
+from xinference_xavier.runtime.validate import MAX_PORT
 
 _GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 _NIXL = "xinference_xavier.transfer.transports.nixl:NixlTransport"
@@ -46,7 +47,7 @@ MAX_QUEUE = 100_000  # requests
 MAX_REPLICAS = 1000
 MAX_FETCH_TIMEOUT = 3600.0  # seconds; peers refuse a longer one
 
-_LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
+_LOWEST_PORT = 1024
 _UNITS = {
     "": 1,
     "b": 1,
@@ -172,7 +173,7 @@ def _port_range(value: object) -> tuple[int, int]:
     low, high = ports
     if low > high:
         raise ValueError("ends below its start")
-    if low < _LOWEST_PORT or high > _HIGHEST_PORT:
+    if low < _LOWEST_PORT or high > MAX_PORT:
         raise ValueError("is outside the ports that users may take")
     if high - low + 1 < PORTS_PER_REPLICA:
         raise ValueError("is too small for a replica's engine, transfer process and data link")
@@ -227,7 +228,7 @@ BASIC = {
     ),
     "xavier_port_range": Option(
         Annotated[tuple[int, int], BeforeValidator(_port_range)],
-        f"use LOW-HIGH within {_LOWEST_PORT}-{_HIGHEST_PORT}, such as 40000-40100, "
+        f"use LOW-HIGH within {_LOWEST_PORT}-{MAX_PORT}, such as 40000-40100, "
         f"with at least {PORTS_PER_REPLICA} ports for every replica of a host",
     ),
 }

@@ -173,7 +173,7 @@ async def test_a_failing_undo_neither_stops_the_others_nor_hides_the_error(
 async def test_a_hanging_undo_ends_at_its_own_deadline_even_if_it_resists(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(aio, "UNDO_DEADLINE", 0.01)
+    monkeypatch.setattr(aio, "CALL_DEADLINE", 0.01)
     undone: list[str] = []
     released = asyncio.Event()
 

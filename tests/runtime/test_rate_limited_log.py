@@ -40,7 +40,7 @@ def test_one_that_lasts_is_logged_again_with_its_count(caplog: pytest.LogCapture
 def test_memory_is_bounded_and_the_oldest_conditions_are_forgotten(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CONDITIONS", 2)
+    monkeypatch.setattr(module, "LIMIT", 2)
     conditions = RateLimitedLog(LOGGER)
     for name in ("a", "a", "b", "c", "b", "a"):
         conditions.warn(name, name)

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import xxhash
 
 from xinference_xavier.errors import RegionError
+from xinference_xavier.limits import LEAST_PAUSE
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ _FILE = "xavier-region"
 _POPULATE_STEP = 64 << 20
 _POPULATE_THREADS = 8  # at most: all engines of a host may start at once
 _MAX_NOTE = 1 << 20
-_ACCEPT_PAUSE = 0.1  # seconds after an error, as with too many open files
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ROW_ALIGNMENT = mmap.PAGESIZE
@@ -222,7 +222,7 @@ class RegionServer:
                 if self._closing.is_set():
                     return
                 log.warn("accept", "cannot hand over the pool yet: error=%r", error)
-                self._closing.wait(_ACCEPT_PAUSE)
+                self._closing.wait(LEAST_PAUSE)
                 continue
             with peer:
                 try:

@@ -15,6 +15,8 @@ from typing import Any, Self, TypeVar
 
 import xoscar
 
+from xinference_xavier.limits import CALL_DEADLINE
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -85,9 +87,6 @@ def retrieve(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-UNDO_DEADLINE = 5.0  # seconds
-
-
 class Rollback:
     """Undoes a transaction's steps unless all of them succeed. An asynchronous context manager::
 
@@ -99,7 +98,7 @@ class Rollback:
 
     Enter the scope, acquire, register the undo at once, and ``commit()`` last. A scope that ends
     without a commit, by an exception or a cancellation, runs its undos in reverse order, each
-    within `UNDO_DEADLINE`. A failed undo is logged; it neither stops the others nor replaces the
+    within `CALL_DEADLINE`. A failed undo is logged; it neither stops the others nor replaces the
     original error. A scope belongs to one asyncio task.
     """
 
@@ -141,7 +140,7 @@ class Rollback:
         try:
             outcome = action(*args)
             if inspect.isawaitable(outcome):
-                await within(UNDO_DEADLINE, outcome)
+                await within(CALL_DEADLINE, outcome)
         # A failed undo must neither stop the others nor hide the original error.
         except (Exception, asyncio.CancelledError) as error:
             name = getattr(action, "__qualname__", action)

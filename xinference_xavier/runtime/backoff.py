@@ -3,11 +3,15 @@
 import math
 import random
 
+from xinference_xavier.limits import LEAST_PAUSE, MOST_PAUSE
+
 
 class Backoff:
     """Each pause is twice as long as the one before."""
 
-    def __init__(self, least: float, most: float, *, jitter: bool = False) -> None:
+    def __init__(
+        self, least: float = LEAST_PAUSE, most: float = MOST_PAUSE, *, jitter: bool = False
+    ) -> None:
         """`least` and `most` are in seconds. `jitter` shortens each pause at random, to half of it
         at most, so that those who failed together do not try again together."""
         self._least = self._next = least

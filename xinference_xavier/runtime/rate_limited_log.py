@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
+from xinference_xavier.limits import LIMIT
+
 REMINDER_INTERVAL = 600.0  # seconds
-MAX_CONDITIONS = 1000
 
 
 @dataclass
@@ -22,12 +23,12 @@ class _Logged:
 
 class RateLimitedLog:
     """Logs a condition when it first occurs, then once per `REMINDER_INTERVAL` with the number of
-    repetitions. Keeps the latest `MAX_CONDITIONS`."""
+    repetitions. Keeps the latest `LIMIT`."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._logged: LRUCache[str, _Logged] = LRUCache(MAX_CONDITIONS)
+        self._logged: LRUCache[str, _Logged] = LRUCache(LIMIT)
 
     def warn(
         self,
