@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from struct import iter_unpack
 
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.peers import Peer, Peers
 from xinference_xavier.protocol.tracker import (
     INITIAL_SETTINGS,
@@ -36,10 +37,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARED = 100_000
 """Sets that are one object wherever they are held; beyond them each holder has its own."""
-MAX_DISTRUSTED = 1000
-"""Replicas remembered of which an audit found that they compute other rows; the oldest go first."""
-MAX_MET = 10_000  # replicas remembered that were members; the oldest go first
-MAX_STALE = 10_000  # stale entries remembered for each peer; the oldest go first
 PIECE = 250
 """Keys of a piece: about an eighth of a millisecond."""
 _SHARDS = 256
@@ -148,7 +145,7 @@ class Mirror:
 
     def distrust(self, name: str) -> None:
         """Share nothing with this peer until we leave the namespace, whatever the tracker says."""
-        _remember(self._distrusted, name, MAX_DISTRUSTED)
+        _remember(self._distrusted, name)
         self._set_usable()
 
     def apply(self, update: Update) -> None:
@@ -214,7 +211,7 @@ class Mirror:
         self._roster |= {member.incarnation: member for member in update.members}
         self.peers.follow(self._roster.values(), update.epoch)
         for name in self.peers:
-            _remember(self._met, name, MAX_MET)
+            _remember(self._met, name)
 
     def record_stale(self, key: bytes, name: str, sequence: int) -> None:
         """Remove an entry: this peer does not hold `key`, and had published up to `sequence`.
@@ -228,7 +225,7 @@ class Mirror:
         short = key[_SHORT]
         self._remove(self._shards, ~peer.bit, (short,))
         peer.stale[short] = sequence
-        if len(peer.stale) > MAX_STALE:
+        if len(peer.stale) > LIMIT:
             del peer.stale[next(iter(peer.stale))]
 
     def used(self, keys: Iterable[bytes]) -> None:
@@ -321,10 +318,10 @@ class Mirror:
         return self._shared.setdefault(peers, peers)
 
 
-def _remember(names: dict[str, None], name: str, most: int) -> None:
-    """The latest go last."""
+def _remember(names: dict[str, None], name: str) -> None:
+    """The latest go last; of too many, the oldest go."""
     names[name] = names.pop(name, None)
-    if len(names) > most:
+    if len(names) > LIMIT:
         del names[next(iter(names))]
 
 

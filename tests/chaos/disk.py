@@ -67,7 +67,7 @@ def obey_orders(parent: Path) -> None:
 
     disk.Store.read = obeying_read  # type: ignore[method-assign, assignment]
     disk.Store.write = obeying_write  # type: ignore[method-assign, assignment]
-    replica_disk._RETRY = 0.5
+    replica_disk.MOST_PAUSE = 0.5  # type: ignore[attr-defined]
 
 
 def _ordered(parent: Path, what: DiskOrder) -> bool:

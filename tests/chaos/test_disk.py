@@ -35,7 +35,7 @@ def test_figures_of_the_disk_are_summed_over_all_replicas() -> None:
 
 
 def test_a_torn_row_is_written_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((Store, "read"), (Store, "write"), (replica_disk, "_RETRY")):
+    for owner, name in ((Store, "read"), (Store, "write"), (replica_disk, "MOST_PAUSE")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     disk.obey_orders(tmp_path)
     (tmp_path / disk.DiskOrder.TEAR).touch()

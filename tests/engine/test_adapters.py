@@ -135,7 +135,7 @@ def test_what_replaces_an_adapter_is_the_same_adapter_under_another_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own cache still has the first one's blocks. Its keys have the path, too."""
-    monkeypatch.setattr(adapters_module, "_MAX_KNOWN", 2)
+    monkeypatch.setattr(adapters_module, "LIMIT", 2)
     adapters = Loaded()
     first = adapters.find(request(adapter(tmp_path / "a")))
     adapter(tmp_path / "a", "other weights")
@@ -154,7 +154,7 @@ def test_an_adapter_that_may_have_been_forgotten_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM may still have what its files were once."""
-    monkeypatch.setattr(adapters_module, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(adapters_module, "LIMIT", 3)
     adapters = Loaded()
     loras = [request(adapter(tmp_path / str(number)), number) for number in range(1, 6)]
     for lora in (*loras[:3], loras[0], *loras[3:]):

@@ -181,7 +181,7 @@ def test_a_prompt_shorter_than_a_chunk_is_not_new(vllm: Scheduling) -> None:
 def test_a_salt_is_new_unless_one_of_the_last_thousand_was_equal(
     vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_SALTS", 2)
+    monkeypatch.setattr(metrics, "LIMIT", 2)
     for number, salt in enumerate([None, "a", "a", "b", "a", "c", "a", "b"]):
         asks(vllm, str(number), "prompt", salt=salt)
     assert vllm.manager.stats()["prompts"]["new_salts"] == len("abcb")

@@ -10,7 +10,8 @@ import pytest
 from tests.harness.comparisons import compared, compared_mirror
 from tests.logged import messages
 from xinference_xavier import mirror as module
-from xinference_xavier.mirror import MAX_STALE, PIECE, Mirror
+from xinference_xavier.limits import LIMIT
+from xinference_xavier.mirror import PIECE, Mirror
 from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
 
 KEY = b"key1"
@@ -208,9 +209,9 @@ class TestStaleEntries:
         assert not mirror.peers["a"].stale
 
     def test_stale_entries_are_bounded(self, mirror: Mirror) -> None:
-        for number in range(MAX_STALE + 10):
+        for number in range(LIMIT + 10):
             mirror.record_stale(number.to_bytes(4, "big"), "a", 5)
-        assert len(mirror.peers["a"].stale) == MAX_STALE
+        assert len(mirror.peers["a"].stale) == LIMIT
 
 
 class TestFullMirror:

@@ -379,7 +379,7 @@ async def test_what_has_just_been_read_when_an_audit_fails_is_not_used(
 
 @pytest.fixture
 def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RETRY", 0.0)
+    monkeypatch.setattr(module, "MOST_PAUSE", 0.0)
 
 
 @pytest.mark.usefixtures("retries_at_once")

@@ -89,7 +89,7 @@ def test_work_for_a_suspended_background_loop_is_bounded(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further work is refused and counted, and the scheduler thread goes on."""
-    monkeypatch.setattr(module, "MAX_BACKLOG", 3)
+    monkeypatch.setattr(module, "LIMIT", 3)
     fetches = [loop.fetch() for _ in range(3)]
     loop.tier.on_evicted([b"gone"])
     filling = loop.pool.counts().filling

@@ -123,15 +123,14 @@ async def test_after_a_long_life_the_next_one_starts_soon(
             pauses.append(super().pause())
             return 0.0
 
-    monkeypatch.setattr(process_module, "_STABLE_AFTER", 0.0)
-    monkeypatch.setattr(process_module, "_RESTART_PAUSES", (1.0, 10.0))
+    monkeypatch.setattr(process_module, "MOST_PAUSE", 0.0)
     monkeypatch.setattr(process_module, "Backoff", Noted)
     async with running(region) as process:
         for starts in (1, 2):
             await until(lambda starts=starts: process.pid and process.starts == starts)
             os.kill(process.pid, 9)
         await until(lambda: process.starts == 3)
-    assert pauses == [1.0, 1.0]
+    assert pauses == [0.1, 0.1]
 
 
 @pytest.mark.process

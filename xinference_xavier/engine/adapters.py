@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from vllm.lora.request import LoRARequest
 
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.runtime.aio import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ _PREFIXES = ("adapter", "new_embeddings")  # of the files that vLLM loads
 _PATIENCE = 1.0
 """Seconds that a request waits for a look at its adapter's files."""
 
-_MAX_KNOWN = 10_000
-"""Adapters, of each of which we remember less than a kilobyte."""
 
 _Version = tuple[tuple[str, int, int, int], ...]
 """(path, inode, size, time of the last change) of each file."""
@@ -169,7 +168,7 @@ class Adapters:
             adapter.changed = True  # running requests compute with both
         adapter = Adapter((request.lora_name, request.lora_path), version)
         self._known[request.lora_int_id] = adapter
-        if len(self._known) > _MAX_KNOWN:
+        if len(self._known) > LIMIT:
             oldest = next(iter(self._known))
             del self._known[oldest]
             self._forgotten = max(self._forgotten, oldest)
@@ -187,7 +186,7 @@ class Adapters:
 
     def _note(self, adapter: Adapter) -> None:
         """vLLM's own cache will have blocks of the adapter."""
-        if len(self._cached) >= _MAX_KNOWN:
+        if len(self._cached) >= LIMIT:
             self._cached.clear()
             self._unlisted = True
         version = None if self._unlisted or adapter.changed else adapter.version

@@ -18,6 +18,7 @@ from vllm.v1.request import Request as VllmRequest
 
 from xinference_xavier.engine.request import Request
 from xinference_xavier.engine.workload import is_for_client, own_id
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.stats.schema import (
     HIT_SOURCES,
     AnswerSeconds,
@@ -71,9 +72,6 @@ class FirstTokenTimes:
                 del self._awaited[req_id]
 
 
-_SALTS = 1000  # that are remembered
-
-
 class CommonBeginnings:
     """What the prompts of one replica have in common with each other and with its peers'.
 
@@ -100,6 +98,6 @@ class CommonBeginnings:
         is_new = salt not in self._salts
         self._salts.pop(salt, None)
         self._salts[salt] = None
-        if len(self._salts) > _SALTS:
+        if len(self._salts) > LIMIT:
             del self._salts[next(iter(self._salts))]
         return is_new

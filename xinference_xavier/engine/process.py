@@ -22,6 +22,7 @@ import traceback
 
 from xinference_xavier.config import XAVIER, XavierConfig
 from xinference_xavier.errors import XavierError
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.protocol.tracker import replica_name, tracker_uid
 from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.host import GRACE, await_end, parent_pid
@@ -73,7 +74,6 @@ def follow(ours: logging.Logger, vllms: logging.Logger) -> None:
 
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 _PHRASE = "failed to start"
-_REPORT_TIMEOUT = 3.0
 
 
 def report_failed_starts() -> None:
@@ -119,7 +119,7 @@ def report_startup_error(config: XavierConfig, error: BaseException) -> None:
         try:
             cause = str(error) if known else f"{type(error).__name__}: {error}"
             call = ("report_startup_error", replica, cause)
-            asyncio.run(ask(_REPORT_TIMEOUT, config.tracker, uid, *call))
+            asyncio.run(ask(CALL_DEADLINE, config.tracker, uid, *call))
         except Exception:
             logger.exception("cannot report the cause of the failed start")
 

@@ -40,6 +40,7 @@ from typing import Any
 
 from xinference_xavier import disk
 from xinference_xavier.disk import DamagedRowError, Store
+from xinference_xavier.limits import MOST_PAUSE
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
@@ -53,7 +54,6 @@ from xinference_xavier.stats.schema import DiskStats
 logger = logging.getLogger(__name__)
 
 _PAUSE = 1.0  # seconds between two looks at the folders, at most
-_RETRY = 30.0  # seconds after a failure
 _HANGS = 10.0  # seconds
 _BATCH = 16  # rows that are pinned and written at a time
 READERS = 4
@@ -266,7 +266,7 @@ class Disk:
         now, namespace = time.monotonic(), self._namespace
         if namespace is None or now < self._open_at:
             return None
-        self._open_at = now + _RETRY
+        self._open_at = now + MOST_PAUSE
         store: Store = await self._call(self._open, namespace)
         if namespace != self._namespace:  # it has changed meanwhile
             await self._call(store.close)
@@ -325,7 +325,7 @@ class Disk:
     def _cannot_write(self, error: Exception) -> None:
         """The disk may be full, and be read all the same."""
         self._failed(error)
-        self._save_at = time.monotonic() + _RETRY
+        self._save_at = time.monotonic() + MOST_PAUSE
 
     @property
     def _saves(self) -> bool:

@@ -19,6 +19,7 @@ from enum import Enum, auto
 import xoscar
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, OutOfReachError, XavierError
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK, Peer
 from xinference_xavier.pool.pool import Pool, Row
@@ -42,7 +43,6 @@ from xinference_xavier.stats.schema import FetchStats, ReplicaFetches
 
 logger = logging.getLogger(__name__)
 
-_RELEASE_TIMEOUT = 2.0
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
 
 
@@ -307,7 +307,7 @@ class Fetcher:
     ) -> None:
         try:
             if actor is not None:
-                await within(_RELEASE_TIMEOUT, actor.release(grant_id))
+                await within(CALL_DEADLINE, actor.release(grant_id))
         except UNREACHABLE as error:
             self._conditions.warn(
                 "release", "grant not released, it will expire: donor=%s error=%r", donor, error

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xinference_xavier.config import XavierConfig
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import Peer
 from xinference_xavier.protocol.tracker import unpack_question
@@ -90,7 +91,6 @@ def _common(holders: Callable[[bytes], int], keys: Sequence[bytes]) -> int:
     return functools.reduce(operator.and_, map(holders, keys))
 
 
-TRIAL_DEADLINE = 5.0  # seconds for a peer's answer, and again for its link to open
 MAX_PEERS = 64  # that are tried
 
 
@@ -125,10 +125,10 @@ async def _try(peer: Peer, process: TransferProcess) -> str | None:
         return None  # it just left
     try:
         endpoint: Endpoint | None = await ask(
-            TRIAL_DEADLINE, address, replica_uid(peer.name), "transfer_endpoint"
+            CALL_DEADLINE, address, replica_uid(peer.name), "transfer_endpoint"
         )
     except Exception as error:  # xoscar raises whatever the peer raised
         return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
     if endpoint is None:
         return "it has no transfer process"
-    return await process.try_link(peer, endpoint, TRIAL_DEADLINE)
+    return await process.try_link(peer, endpoint, CALL_DEADLINE)

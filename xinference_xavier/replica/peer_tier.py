@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from xinference_xavier.disk import Store
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK_BIT
 from xinference_xavier.pool.pool import Pool, Row
@@ -24,7 +25,6 @@ from xinference_xavier.replica.tracker_client import Claim, TrackerClient
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.aio import spawn
 
-MAX_BACKLOG = 10_000  # posted actions that may wait for the background loop
 GATHER = 0.1
 """Seconds between two publications of stored rows, at least. What is stored meanwhile is published
 together: most of what a publication costs does not depend on how many chunks it has. What follows a
@@ -81,7 +81,7 @@ class Background:
 
     def post_if_room(self, action: Callable[..., object], *args: object) -> bool:
         """Post work that can be dropped. False if the loop is too far behind, or has ended."""
-        if self._posted - self._handled >= MAX_BACKLOG:
+        if self._posted - self._handled >= LIMIT:
             self.refused += 1
             return False
         self._posted += 1

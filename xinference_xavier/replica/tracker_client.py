@@ -23,6 +23,7 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import (
     MAX_CLAIM_SECONDS,
@@ -96,15 +97,12 @@ class TrackerLocation:
         return reachable_address(address, via=supervisor.address)
 
 
-CALL_DEADLINE = 5.0  # seconds for a call to the tracker; a watch gets its waiting time on top
-LOCATE_DEADLINE = 15.0
-"""Seconds to find the tracker: it may take calls to the worker and to the supervisor."""
 LEAVE_DEADLINE = 1.0
 CLAIM_DEADLINE = 0.5
 PIECE_PAUSE = 0.001
 """Seconds between two pieces of an update: a waiting thread wakes and takes Python's lock."""
 CLAIM_FACTOR = 4.0  # a claim lasts this many times as long as computing is expected to take
-MIN_BACKOFF, MAX_BACKOFF = 0.1, 2.0  # seconds before the next session
+MAX_BACKOFF = 2.0  # seconds before the next session
 _HEARTBEATS_PER_LEASE = 5
 
 
@@ -160,7 +158,7 @@ class TrackerClient:
         """Be a member until cancelled or `leave` is called. The replica's actor is at `address`;
         `stats` are its figures, JSON-able."""
         loop = asyncio.get_running_loop()
-        backoff = Backoff(MIN_BACKOFF, MAX_BACKOFF, jitter=True)
+        backoff = Backoff(most=MAX_BACKOFF, jitter=True)
         while not self._leaving.is_set():
             started, namespace = loop.time(), self._namespace.current
             await self._namespace.run_session(partial(self._run_session, address, stats))
@@ -224,7 +222,7 @@ class TrackerClient:
 
     async def _join(self, namespace: str, member: Member) -> float:
         """Return the lease, in seconds."""
-        address = await within(LOCATE_DEADLINE, self._location.find())
+        address = await within(3 * CALL_DEADLINE, self._location.find())
         uid = tracker_uid(self._own.model_uid)
         self._tracker = await within(CALL_DEADLINE, xoscar.actor_ref(address=address, uid=uid))
         settings, report = self._mirror.settings, self._canary.report()

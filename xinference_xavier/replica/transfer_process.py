@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import xoscar
 
 from xinference_xavier.errors import OutOfReachError, XavierError
+from xinference_xavier.limits import CALL_DEADLINE, MOST_PAUSE
 from xinference_xavier.peers import Peer
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
@@ -37,11 +38,8 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT = 60.0  # importing torch on a busy machine
 _REGISTERED_PER_SECOND = 1 << 30  # bytes of the pool; NIXL took half a second for each GiB
-_CALL_TIMEOUT = 2.0
 _CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # after its deadline, before a call counts as stuck
-_RESTART_PAUSES = 0.1, 10.0
-_STABLE_AFTER = 60.0
 
 
 class _Child(NamedTuple):
@@ -98,7 +96,7 @@ class TransferProcess:
 
     async def run(self) -> None:
         """Keep a process alive until cancelled; then end it."""
-        backoff = Backoff(*_RESTART_PAUSES)
+        backoff = Backoff()
         while True:
             began = time.monotonic()
             try:
@@ -118,7 +116,7 @@ class TransferProcess:
                     await _end(child.process)
                 code = child.process.returncode
                 self._log.warn("end", "transfer process ended: exit_code=%s", code)
-            if time.monotonic() - began > _STABLE_AFTER:
+            if time.monotonic() - began > MOST_PAUSE:
                 backoff.reset()
             await asyncio.sleep(backoff.pause())
 
@@ -186,7 +184,7 @@ class TransferProcess:
     async def close_links_except(self, members: frozenset[str]) -> None:
         if self._child is not None:
             with suppress(*UNREACHABLE):
-                await self._call(self._child, _CALL_TIMEOUT, "close_links_except", members)
+                await self._call(self._child, CALL_DEADLINE, "close_links_except", members)
 
     def transports_to(self, peer: Peer, endpoint: Endpoint) -> tuple[str, ...]:
         """The transports to try with the peer, whose transfer process is at `endpoint`, best first;
@@ -217,7 +215,7 @@ class TransferProcess:
         stats: dict[str, Any] = {}
         if self._child is not None:
             with suppress(*UNREACHABLE):
-                stats = await self._call(self._child, _CALL_TIMEOUT, "stats")
+                stats = await self._call(self._child, CALL_DEADLINE, "stats")
         return stats
 
     async def _call(self, child: _Child, timeout: float, method: str, *arguments: object) -> Any:
