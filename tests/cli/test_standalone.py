@@ -83,7 +83,7 @@ async def test_an_event_that_cannot_be_printed_is_not_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The disk of the output may be full for a moment."""
-    monkeypatch.setattr(standalone, "_PAUSE", 0.0)
+    monkeypatch.setattr(standalone, "LOOK", 0.0)
     address = asyncio.get_running_loop().create_future()
     told, printed = list[str](), asyncio.Event()
 

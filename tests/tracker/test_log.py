@@ -66,7 +66,7 @@ def test_a_lost_replica_that_comes_back_has_recovered(
 
 
 def test_the_remembered_replicas_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(module, "LIMIT", 2)
     membership = Membership("m")
     for number in range(3):
         membership.joined("", Member(str(number), "host:1"))

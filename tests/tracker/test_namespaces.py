@@ -32,7 +32,7 @@ async def test_members_and_namespaces_are_bounded(
     with pytest.raises(TrackerFullError, match="replica 'c' exceeds the 2 of model"):
         join(namespaces, "one", C)
     namespaces.leave("one", "b", moving=False, now=0.0)
-    monkeypatch.setattr(namespaces_module, "MAX_NAMESPACES", 1)
+    monkeypatch.setattr(namespaces_module, "LIMIT", 1)
     with pytest.raises(TrackerFullError, match="namespace 'other' exceeds the 1 of model"):
         join(namespaces, "other", B)
     assert namespaces.all_members() == [A]

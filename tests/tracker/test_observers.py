@@ -415,7 +415,7 @@ def test_a_later_tracker_counts_on_from_above(loads: Loads) -> None:
 def test_who_looks_so_late_that_departures_are_forgotten_gets_everything(
     loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observers_module, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(observers_module, "LIMIT", 2)
     loads = Loads()
     loads.report("stays", load(1), (), now=0.0)
     seen = loads.version
@@ -432,7 +432,7 @@ def test_who_looks_so_late_that_departures_are_forgotten_gets_everything(
 
 
 def test_the_latest_prompts_are_remembered(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers_module, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(observers_module, "LIMIT", 3)
     loads = Loads()
     loads.report("a", load(), prompts("p", "q"), now=0.0)
     loads.report("a", load(), prompts("r", "s"), now=0.0)

@@ -14,6 +14,7 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig, kv_transfer_config, parse_options
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.limits import CALL_DEADLINE, LOOK
 from xinference_xavier.options import ONLY_UNDER_XINFERENCE
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import (
@@ -27,11 +28,9 @@ from xinference_xavier.runtime.aio import ask
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.runtime.validate import MAX_PORT, check_count
 from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.tracker.fanout import WEIGHTS_DEADLINE
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_DEADLINE, _PAUSE = 5.0, 1.0  # seconds
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
@@ -113,7 +112,7 @@ async def set_weights_version(model_uid: str, address: str, version: str) -> dic
     version, and what `UNREACHABLE` has."""
     check_reachable(address)
     answers: dict[str, list[str]] = await ask(
-        WEIGHTS_DEADLINE + _CONNECT_DEADLINE,
+        2 * CALL_DEADLINE,
         without_brackets(address),
         tracker_uid(model_uid),
         "set_weights_version",
@@ -131,7 +130,7 @@ async def _forward_events(tracker: Any, on_event: Callable[[Mapping[str, Any]], 
                 on_event(event)
         except Exception as error:  # the disk of the output may be full for a moment
             log.warn("events", "events are not printed: error=%r", error)
-        await asyncio.sleep(_PAUSE)
+        await asyncio.sleep(LOOK)
 
 
 def endpoint(address: str) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from xinference_xavier.errors import ExplainError
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.protocol.load import Drain
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import Member, check_stats
@@ -22,10 +23,7 @@ from xinference_xavier.tracker.namespaces import Namespace, Namespaces
 logger = logging.getLogger(__name__)
 
 STATS_DEADLINE = 1.0
-FLUSH_DEADLINE = 5.0
-WEIGHTS_DEADLINE = 5.0
 SELF_CHECK_DEADLINE = 20.0
-KEEP_DEADLINE = 5.0
 DRAIN_DEADLINE = 1.0
 EXPLAIN_DEADLINE = 60.0
 """Seconds: the first question loads the tokenizer, and long prompts take their time."""
@@ -37,7 +35,7 @@ _ASKED_OFTEN = {"stats", "drain", "keep"}
 async def flush_all(members: Sequence[Member]) -> dict[str, list[str]]:
     """Make the replicas drop what they hold. Returns incarnations as "flushed" or "unreachable"."""
     outcomes: dict[str, list[str]] = {"flushed": [], "unreachable": []}
-    for incarnation, answer in (await _call_all(members, "flush", FLUSH_DEADLINE)).items():
+    for incarnation, answer in (await _call_all(members, "flush", CALL_DEADLINE)).items():
         outcomes["unreachable" if isinstance(answer, Exception) else "flushed"].append(incarnation)
     return outcomes
 
@@ -50,7 +48,7 @@ async def set_weights_version(members: Sequence[Member], version: str) -> dict[s
     - "unreachable": they did not answer.
     """
     outcomes: dict[str, list[str]] = {"joined": [], "not_reset": [], "unreachable": []}
-    answers = await _call_all(members, "set_weights_version", WEIGHTS_DEADLINE, version)
+    answers = await _call_all(members, "set_weights_version", CALL_DEADLINE, version)
     for incarnation, joined in answers.items():
         outcome = "joined" if joined else "not_reset"
         outcomes["unreachable" if isinstance(joined, Exception) else outcome].append(incarnation)
@@ -70,7 +68,7 @@ async def self_check_all(members: Sequence[Member]) -> dict[str, dict[str, Any]]
 
 async def keep(member: Member, changes: Mapping[str, bool | None] | None) -> Kept:
     """See `KeptPrefixes.keep`. Raises what the replica raises, TimeoutError."""
-    kept: Kept = await _call(member, "keep", KEEP_DEADLINE, changes)
+    kept: Kept = await _call(member, "keep", CALL_DEADLINE, changes)
     return kept
 
 

@@ -25,14 +25,13 @@ from xinference_xavier.events import (
     event_dict,
     read_event,
 )
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.protocol.tracker import MAX_REPORTED, Member
 from xinference_xavier.runtime.aio import DaemonThreads
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 10_000
-"""Incarnations, and names of lost replicas."""
 MAX_STARTUP_ERRORS = 1000
 MAX_STARTUP_ERROR = 2000
 """Characters kept of why a replica did not start."""
@@ -44,8 +43,8 @@ class Membership:
 
     def __init__(self, model_uid: str) -> None:
         self._model_uid = model_uid
-        self._names: LRUCache[str, str] = LRUCache(MAX_REMEMBERED)  # by incarnation
-        self._lost: LRUCache[str, str] = LRUCache(MAX_REMEMBERED)  # incarnations, by name
+        self._names: LRUCache[str, str] = LRUCache(LIMIT)  # by incarnation
+        self._lost: LRUCache[str, str] = LRUCache(LIMIT)  # incarnations, by name
 
     def joined(self, name: str, member: Member) -> Event | None:
         """The event to report; None for a member that only renews or changes its namespace."""

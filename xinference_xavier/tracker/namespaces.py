@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, ItemsView, Iterator
 from typing import Any
 
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.protocol.sketches import unpack_canaries
 from xinference_xavier.protocol.tracker import (
     NO_CANARIES,
@@ -93,9 +94,6 @@ class WatchLimit:
             yield min(timeout, MAX_WATCH)
         finally:
             self.count -= 1
-
-
-MAX_NAMESPACES = 1000
 
 
 class Namespace:
@@ -250,9 +248,9 @@ class Namespaces:
         return [incarnation for incarnation in lost if incarnation not in present]
 
     def _create(self, name: str) -> Namespace:
-        if len(self._all) >= MAX_NAMESPACES:
+        if len(self._all) >= LIMIT:
             raise TrackerFullError(
-                f"namespace {name!r} exceeds the {MAX_NAMESPACES} of model {self._model_uid!r}; "
+                f"namespace {name!r} exceeds the {LIMIT} of model {self._model_uid!r}; "
                 "set the weights version after resets"
             )
         index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.protocol.load import Load, Observation, ReplicaLoad, RequestReport
 from xinference_xavier.tracker.namespaces import Namespaces, WatcherBatcher
 
-MAX_REMEMBERED = 2000
-"""Reports of requests, and incarnations that have left."""
 MAX_PROMPT_BYTES = 16 << 20
 """Most bytes of the remembered keys of prompts."""
 
@@ -31,7 +30,7 @@ class Loads:
         # Higher than any number of an earlier tracker, so that a router notices a new one.
         self.version = self._first = time.time_ns()
         self._latest: OrderedDict[str, _Reported] = OrderedDict()  # in the order of versions
-        self._gone: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
+        self._gone: deque[tuple[int, str]] = deque(maxlen=LIMIT)
         self._requests: deque[tuple[int, RequestReport]] = deque()
         self._prompt_bytes = 0
         self.draining: dict[str, float] = {}
@@ -46,7 +45,7 @@ class Loads:
         for report in requests:
             self._requests.append((self.version, report))
             self._prompt_bytes += len(report.keys)
-        while len(self._requests) > MAX_REMEMBERED or self._prompt_bytes > MAX_PROMPT_BYTES:
+        while len(self._requests) > LIMIT or self._prompt_bytes > MAX_PROMPT_BYTES:
             _, oldest = self._requests.popleft()
             self._prompt_bytes -= len(oldest.keys)
 
@@ -86,7 +85,7 @@ class Loads:
     def since(self, seen: int, name_of: Callable[[str], str], now: float) -> Observation:
         """What is newer than version `seen`; everything if what left since then is forgotten. The
         index is left out."""
-        oldest = self._gone[0][0] if len(self._gone) == MAX_REMEMBERED else self._first
+        oldest = self._gone[0][0] if len(self._gone) == LIMIT else self._first
         complete = not oldest <= seen <= self.version
         seen = 0 if complete else seen
         reported = takewhile(lambda item: item[1].version > seen, reversed(self._latest.items()))
