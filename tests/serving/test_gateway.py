@@ -162,7 +162,7 @@ async def test_every_process_reports_its_facts(address: str) -> None:
 async def test_each_worker_without_an_answer_is_an_error_of_its_own(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway, "_WORKER_DEADLINE", 2.0)
+    monkeypatch.setattr(gateway, "CALL_DEADLINE", 2.0)
     kinds = {"good": Worker, "silent": Silent, "broken": Broken, "bare": Bare}
     workers = (await gathered(address, **kinds))["workers"]
     assert "error" not in workers["good"]

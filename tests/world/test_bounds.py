@@ -16,9 +16,9 @@ def test_any_number_of_sessions_texts_and_names_leave_memory_flat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module, name, most in (
-        (model_router, "MAX_SESSIONS", 20),
+        (model_router, "LIMIT", 20),
         (model_router, "MAX_NAMED", 400),
-        (answers, "MAX_SESSIONS", 20),
+        (answers, "LIMIT", 20),
         (texts, "MAX_PIECES", 30),
     ):
         monkeypatch.setattr(module, name, most)

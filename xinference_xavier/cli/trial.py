@@ -20,6 +20,7 @@ from xinference_xavier.cli.endpoint import with_client
 from xinference_xavier.client import XavierClient
 from xinference_xavier.client.client import ANSWER_TIMEOUT
 from xinference_xavier.errors import ApiError
+from xinference_xavier.limits import LOOK
 from xinference_xavier.stats.schema import Hits, ModelStatus
 
 DOES_NOT_HELP, NOT_TRIED = 1, 2
@@ -30,7 +31,6 @@ _PATIENCE = 10.0
 _FOR_S = ANSWER_TIMEOUT + 2 * _PATIENCE
 """Seconds after which the server puts sharing and routing back: longer than from one question to
 the next."""
-_POLL = 0.1
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "life", "world", "hand", "part")
 
 
@@ -134,7 +134,7 @@ class Trial:
                 raise CannotTryError(
                     f"{otherwise} within {_PATIENCE:.0f} s; see `xinference-xavier doctor`"
                 )
-            time.sleep(_POLL)
+            time.sleep(LOOK)
 
 
 def _chosen_to_compute(status: ModelStatus) -> int:

@@ -10,6 +10,7 @@ one thread at a time.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -40,7 +41,6 @@ _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
 ANSWER_TIMEOUT = 300.0
 _MAX_PORT = 65535
-_NOT_MODIFIED = 304
 _PAUSE = 1.0
 """Seconds between two looks at what changes."""
 _NO_HEADERS: Mapping[str, str] = {}
@@ -220,7 +220,7 @@ class XavierClient:
         def look() -> ModelStatus:
             nonlocal known, status
             answer = self._request("GET", path, headers=known)
-            if answer.status_code != _NOT_MODIFIED:
+            if answer.status_code != HTTPStatus.NOT_MODIFIED:
                 status = _read(_model, _decoded(answer))
                 known = {"If-None-Match": answer.headers.get("etag", "")}
             return status

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from cachetools import LRUCache
 
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.load import (
     Load,
@@ -27,7 +28,6 @@ from xinference_xavier.protocol.load import (
     reported_id,
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack, without_rank
-from xinference_xavier.routing.answers import MAX_SESSIONS
 from xinference_xavier.routing.forecast import Chunks
 from xinference_xavier.routing.replica import Rates, Replica, Report, Step
 from xinference_xavier.routing.route import Choice, Queue, Route, State
@@ -90,7 +90,7 @@ class ModelRouter:
         self._named: LRUCache[str, Route] = LRUCache(
             MAX_NAMED, lambda route: _NAMED + len(route.text.hashes)
         )
-        self._sessions: LRUCache[str, str] = LRUCache(MAX_SESSIONS)  # incarnations
+        self._sessions: LRUCache[str, str] = LRUCache(LIMIT)  # incarnations
 
     # -- what the tracker says ---------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from cachetools import TTLCache
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.model_router import ModelRouter
+from xinference_xavier.limits import CALL_DEADLINE, LIMIT
 from xinference_xavier.runtime.aio import CANCEL_GRACE, within
 from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -22,12 +23,10 @@ logger = logging.getLogger(__name__)
 
 WATCH = 10.0
 """Seconds that an observation may wait for news."""
-_DEADLINE = 5.0
 _PIECE_PAUSE = 0.0005
-_BACKOFF = 0.1, 2.0
+_MAX_BACKOFF = 2.0  # seconds
 _ASK_AGAIN = 2.0
 """Seconds after which a model that did not share is looked for again."""
-_MAX_ABSENT = 1000
 
 Find = Callable[[str], Awaitable[Any]]
 """Returns a reference to the tracker of a model. Raises NotFoundError for one that does not
@@ -41,7 +40,7 @@ class Routers:
         self._routers: dict[str, ModelRouter] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
         # Models that did not share lately.
-        self._absent: TTLCache[str, None] = TTLCache(_MAX_ABSENT, _ASK_AGAIN)
+        self._absent: TTLCache[str, None] = TTLCache(LIMIT, _ASK_AGAIN)
 
     def get(self, model_uid: str) -> ModelRouter | None:
         """None while the model is not known to share; it is looked for in the background."""
@@ -68,7 +67,7 @@ class Routers:
                 router.close()
 
     async def _observe(self, model_uid: str) -> None:
-        router, backoff = ModelRouter(), Backoff(*_BACKOFF, jitter=True)
+        router, backoff = ModelRouter(), Backoff(most=_MAX_BACKOFF, jitter=True)
         while True:
             try:
                 tracker = await self._find(model_uid)
@@ -93,7 +92,7 @@ async def observe(tracker: Any, router: ModelRouter) -> bool:
     the model may have been launched again, with other settings."""
     mirror = router.mirror
     call = tracker.observe(mirror.epoch, mirror.revision, router.version, WATCH)
-    news = await within(WATCH + _DEADLINE, call)
+    news = await within(WATCH + CALL_DEADLINE, call)
     if news.complete and router.version:
         return False
     for _ in router.observe(news):

@@ -2,7 +2,8 @@
 
 from cachetools import LRUCache
 
-MAX_SESSIONS = 10_000
+from xinference_xavier.limits import LIMIT
+
 _LATEST = 0.1  # least weight of the latest value: about the last ten count
 
 
@@ -26,7 +27,7 @@ class Answers:
     of all. Before the first has ended, an answer is as long as its limit allows."""
 
     def __init__(self) -> None:
-        self._sessions: LRUCache[str, Mean] = LRUCache(MAX_SESSIONS)
+        self._sessions: LRUCache[str, Mean] = LRUCache(LIMIT)
         self._limits: dict[int, Mean] = {}  # by the number of the limit's bits
         self._all = Mean()
 

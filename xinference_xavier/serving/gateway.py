@@ -16,6 +16,7 @@ import xoscar as xo
 
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
 from xinference_xavier.runtime.aio import UNREACHABLE, retrieve, within
@@ -158,9 +159,6 @@ async def _found(model_uid: str, call: Awaitable[Any]) -> Any:
         raise NotFoundError(f"model {model_uid!r} does not share its cache here") from error
 
 
-_WORKER_DEADLINE = 5.0
-
-
 async def worker_process_info(worker: Any) -> dict[str, Any]:
     """Becomes WorkerActor's method `xavier_process_info`."""
     return {**_process(), "address": worker.address}
@@ -200,7 +198,7 @@ def _process() -> dict[str, Any]:
 
 async def _ask_worker(worker: Any) -> dict[str, Any]:
     # Within `_or_error`: a worker in this process lacks the method at once.
-    return await _or_error(lambda: within(_WORKER_DEADLINE, worker.xavier_process_info()))
+    return await _or_error(lambda: within(CALL_DEADLINE, worker.xavier_process_info()))
 
 
 async def _model(trackers: TrackerGateway, model_uid: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from xinference_xavier.frontend.model_router import (
     ModelRouter,
     QueueFullError,
 )
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.protocol.load import prefill_id
 from xinference_xavier.routing.route import Route
 from xinference_xavier.runtime.aio import spawn, within
@@ -32,7 +33,7 @@ from xinference_xavier.serving import seam
 
 logger = logging.getLogger(__name__)
 
-_PREFILL_TIMEOUT, _ABORT_TIMEOUT = 600.0, 5.0  # seconds
+_PREFILL_TIMEOUT = 600.0  # seconds
 _ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False, "temperature": 0}
 _ABOUT_ANSWERS = {
     "best_of",
@@ -79,7 +80,7 @@ async def prefill(
     except asyncio.CancelledError:
         if model is not None:
             with anyio.CancelScope(shield=True), suppress(Exception):
-                await within(_ABORT_TIMEOUT, model.abort_request(request))
+                await within(CALL_DEADLINE, model.abort_request(request))
         raise
     except Exception as error:
         failed = True
@@ -97,7 +98,6 @@ Connect = Callable[[str], Awaitable[Any]]
 """Returns a reference to the model actor of a replica. Raises ReplicaNotServingError."""
 _DEAD = "EngineDeadError"
 _OF_ITS_REPLICA = {"address", "uid"}
-_CLOSE_TIMEOUT = 5.0  # seconds
 
 
 class ReplicaLostError(XavierError):
@@ -247,7 +247,7 @@ class _Place:
     async def leave(self) -> None:
         """The replica may be gone."""
         calls = (self._model.decrease_serve_count, self.iterator.destroy)
-        closing = (within(_CLOSE_TIMEOUT, call()) for call in calls)
+        closing = (within(CALL_DEADLINE, call()) for call in calls)
         for each in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(each, Exception):
                 logger.debug("a stream is not closed by its replica", exc_info=each)

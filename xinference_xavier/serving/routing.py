@@ -16,6 +16,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -32,6 +33,7 @@ from xinference_xavier.frontend.model_router import (
 )
 from xinference_xavier.frontend.question import SALT, Keep, read_keep, read_question
 from xinference_xavier.frontend.routers import Routers
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.routing.route import Route
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
@@ -39,8 +41,6 @@ from xinference_xavier.serving import seam
 from xinference_xavier.serving.answers import tenant_of
 from xinference_xavier.serving.model_proxy import ModelProxy, NamedPrefix, WrongKindError
 from xinference_xavier.serving.routed_model import AtLimitError, Connect, RoutedModel
-
-TOO_MANY_REQUESTS = 429
 
 
 class ClientGoneError(Exception):
@@ -204,7 +204,7 @@ class Answer:
             return
         if self._held is not None:
             (start, route), self._held = self._held, None
-            if route.retry_after and start["status"] != TOO_MANY_REQUESTS:
+            if route.retry_after and start["status"] != HTTPStatus.TOO_MANY_REQUESTS:
                 self._retry_after = route.retry_after
             else:
                 headers = start.get("headers", ())
@@ -221,14 +221,13 @@ class Answer:
             await self.pass_on({"type": "http.response.body", "body": b""})
         if self._retry_after:
             headers = {"Retry-After": str(self._retry_after)}
-            refusal = JSONResponse({"detail": AT_LIMIT}, TOO_MANY_REQUESTS, headers)
+            refusal = JSONResponse({"detail": AT_LIMIT}, HTTPStatus.TOO_MANY_REQUESTS, headers)
             await refusal(scope, receive, self._send)
 
 
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
-_CONNECT_DEADLINE = 5.0  # seconds
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody sees it
 Require = Callable[..., Awaitable[Any]]
 ContentOf = Callable[[str, str, str], Awaitable[Mapping[str, Any]]]
@@ -294,7 +293,7 @@ async def _model_of(get_supervisor_ref: Any, replica: str) -> Any:
         return await supervisor.get_model(replica, xavier_replica=True)
 
     try:
-        model = await within(_CONNECT_DEADLINE, find())
+        model = await within(CALL_DEADLINE, find())
     except ReplicaNotServingError:
         raise
     except Exception as error:

@@ -111,7 +111,7 @@ class Cluster:
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK", 0.001)
+    monkeypatch.setattr(module, "LOOK", 0.001)
 
 
 @pytest.fixture

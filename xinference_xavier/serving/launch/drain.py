@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from xinference_xavier.limits import CALL_DEADLINE, LOOK
 from xinference_xavier.protocol.load import Drain
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.aio import Rollback, ask, within
@@ -22,8 +23,6 @@ from xinference_xavier.serving.launch import Method, own_trackers
 
 logger = logging.getLogger(__name__)
 
-_CALL_TIMEOUT = 5.0  # seconds; after twice as long without a call, the tracker ends the drain
-_LOOK = 0.25
 _LOOKS = 3
 """So many looks in a row find it at rest: a request may have been on its way to it."""
 
@@ -77,7 +76,7 @@ class Removal:
     async def _look(self) -> None:
         looks = 0
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(LOOK)
             looks = looks + 1 if await self._rests() else 0
             if looks == _LOOKS:
                 self._at_rest.set()
@@ -105,13 +104,13 @@ class Removal:
             return await seam.answering(await worker.get_model(model_uid=self._replica))
 
         try:
-            return await within(_CALL_TIMEOUT, ask_worker())
+            return await within(CALL_DEADLINE, ask_worker())
         except Exception as error:
             logger.debug("replica does not answer: replica=%s error=%r", self._replica, error)
             return 0
 
     async def _ask(self, method: str, *args: object) -> Any:
-        return await ask(_CALL_TIMEOUT, *self._tracker, method, self._replica, *args)
+        return await ask(CALL_DEADLINE, *self._tracker, method, self._replica, *args)
 
 
 def draining_removal(original: Method) -> Method:

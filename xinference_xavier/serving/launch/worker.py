@@ -15,6 +15,7 @@ from typing import Any
 
 from xinference_xavier.config import XavierConfig, for_worker, kv_transfer_config, own_config
 from xinference_xavier.errors import ReplicaStartError
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.protocol.tracker import Member, tracker_uid
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import UNREACHABLE, ask, within
@@ -28,12 +29,11 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 30.0  # seconds
 _PAUSES = 0.05, 1.0  # seconds, between two questions; a thousand replicas may ask
-_CALL_TIMEOUT = 5.0
 
 
 async def _ask_tracker(config: XavierConfig, method: str, replica: str) -> Any:
     uid = tracker_uid(config.model_uid)
-    return await ask(_CALL_TIMEOUT, config.tracker, uid, method, replica)
+    return await ask(CALL_DEADLINE, config.tracker, uid, method, replica)
 
 
 async def wait_until_serving(worker: Any, replica: str, config: XavierConfig, engines: int) -> None:
@@ -70,7 +70,7 @@ async def _until_serving(worker: Any, replica: str, config: XavierConfig, engine
 async def _until_warm(members: list[Member], config: XavierConfig) -> None:
     """Wait for the warm joins, which end in time. Members that do not answer are skipped: they are
     lost, or will take requests."""
-    seconds = _CALL_TIMEOUT + config.warm_join
+    seconds = CALL_DEADLINE + config.warm_join
     waits = (
         ask(seconds, member.address, replica_uid(member.incarnation), "warm_join")
         for member in members
