@@ -134,8 +134,8 @@ class Mirrored:
 
 def stats(counts: FetchCounts) -> dict[str, Any]:
     replica: Any = SimpleNamespace(
-        _engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
-        _config=SimpleNamespace(from_environment=("queue",), engines=25, replaced_vllm="==0.21.0"),
+        engine=SimpleNamespace(stats=lambda: {"hits": HITS, "requests": 2}),
+        config=SimpleNamespace(from_environment=("queue",), engines=25, replaced_vllm="==0.21.0"),
         _fetched=counts,
         _row_bytes=64,
         _cache_rows=24,

@@ -85,7 +85,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     def __init__(self, replica: Replica) -> None:
         super().__init__()
         self._replica = replica
-        self._explainer = replica.explainer()
+        self._explainer = Explainer(replica.engine.chunker, replica.incarnation, replica.tier)
 
     # -- by peers -----------------------------------------------------------------------------
 
@@ -111,23 +111,33 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         return self._replica.kept.keep(changes)
 
     def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
-        return self._replica.drain(stay, seconds)
+        """How far the replica is, which hands over what only it holds to the peers that `stay`."""
+        load, hand_over = self._replica.engine.load(), self._replica.hand_over
+        hand_over.begin(stay, seconds)
+        requests = 0 if load is None else load.requests
+        return Drain(seconds, requests, hand_over.under_way, hand_over.chunks)
 
     async def set_weights_version(self, version: str) -> bool:
-        return await self._replica.set_weights_version(version)
+        """Share again with replicas of the same version; False if there was no reset."""
+        namespace = self._replica.namespace
+        return await finishing(namespace.rejoin(version, namespace.announced))
 
     def flush(self) -> int:
-        return self._replica.flush()
+        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
+        return self._replica.publisher.forget(lambda _: True)
 
     async def stats(self) -> dict[str, Any]:
-        return await self._replica.full_stats()
+        return {**self._replica.stats(), **await self._replica.process.stats()}
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
         """Raises ExplainError."""
         return await self._explainer.explain(packed)
 
     async def self_check(self) -> dict[str, Any]:
-        return await self._replica.self_check()
+        replica = self._replica
+        return await self_check(
+            replica.config, replica.mirror, replica.process, replica.fingerprint_fields
+        )
 
     # -- by xinference's worker ---------------------------------------------------------------
 
@@ -161,12 +171,12 @@ class Replica:
         pool, disk = tier.pool, tier.disk
         self.tier = tier
         self.mirror = mirror = tier.mirror
-        self._config = config
-        self._engine = engine
-        self._incarnation = incarnation
+        self.config = config
+        self.engine = engine
+        self.incarnation = incarnation
         self._row_bytes = region.row_bytes
         self._cache_rows = cache_rows
-        self._fingerprint_fields = fingerprint_fields or {}
+        self.fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing or (
             NotSharing.CANNOT_COMPARE if engine.cannot_compare else None
         )
@@ -180,7 +190,7 @@ class Replica:
             transports=TRANSPORTS.get(config.transport, (config.transport,)),
         )
         self.namespace = SharedNamespace(namespace, mirror, disk)
-        self._publisher = publisher = Publisher(incarnation, pool)
+        self.publisher = publisher = Publisher(incarnation, pool)
         name = replica_name(incarnation, config.replica)
         own = Identity(config.model_uid, incarnation, name, key_bytes)
         events = EventReporter(own)
@@ -262,11 +272,11 @@ class Replica:
 
     async def _begin(self, scope: Rollback) -> list[asyncio.Task[None]]:
         """Start the tasks that run as long as the replica does."""
-        server = await listen(self._host, self._config.port_range)
+        server = await listen(self._host, self.config.port_range)
         scope.undo(server.stop)
         scope.undo(self._client.leave)
         address: str = server.external_address
-        uid = replica_uid(self._incarnation)
+        uid = replica_uid(self.incarnation)
         await xoscar.create_actor(ReplicaActor, self, address=address, uid=uid)
         background = [
             asyncio.ensure_future(work)
@@ -277,7 +287,7 @@ class Replica:
                 self._housekeep(),
                 self.warm_join.run(),
                 self.donor.run(),
-                self.tier.disk.run(self._publisher),
+                self.tier.disk.run(self.publisher),
             )
         ]
         scope.undo(self._end, background)
@@ -291,18 +301,18 @@ class Replica:
             task.cancel()
         for result in await asyncio.gather(*background, return_exceptions=True):
             if isinstance(result, Exception):
-                logger.error("sharing ended: incarnation=%s", self._incarnation, exc_info=result)
+                logger.error("sharing ended: incarnation=%s", self.incarnation, exc_info=result)
 
     async def _housekeep(self) -> None:
-        sharing_log = SharingLog(self._incarnation)
+        sharing_log = SharingLog(self.incarnation)
         while True:
             await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
-            self._publisher.withdraw_evicted()
-            self._publisher.flush()
+            self.publisher.withdraw_evicted()
+            self.publisher.flush()
             self.recent.collect()
             self.kept.collect()
             self.tier.disk.keep(chain.from_iterable(self.kept.prompts()))
-            for result in self._engine.work_on_probes():
+            for result in self.engine.work_on_probes():
                 self.canary.take(result)
             sharing_log.update(self._not_sharing(), len(self.mirror.peers.members))
 
@@ -324,44 +334,21 @@ class Replica:
             return NotSharing.NOT_COMPARED
         return None
 
-    # -- asked by peers and the tracker -------------------------------------------------------
-
-    async def set_weights_version(self, version: str) -> bool:
-        """Share again with replicas of the same version; False if there was no reset."""
-        return await finishing(self.namespace.rejoin(version, self.namespace.announced))
-
-    def flush(self) -> int:
-        """Forget all READY chunks; returns how many. vLLM's prefix cache keeps what it has."""
-        return self._publisher.forget(lambda _: True)
-
-    def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
-        """How far the replica is, which hands over what only it holds to the peers that `stay`."""
-        load, hand_over = self._engine.load(), self.hand_over
-        hand_over.begin(stay, seconds)
-        requests = 0 if load is None else load.requests
-        return Drain(seconds, requests, hand_over.under_way, hand_over.chunks)
-
-    def explainer(self) -> Explainer:
-        return Explainer(self._engine.chunker, self._incarnation, self.tier)
-
-    async def self_check(self) -> dict[str, Any]:
-        return await self_check(self._config, self.mirror, self.process, self._fingerprint_fields)
-
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
         row_bytes, counts, process = self._row_bytes, self._fetched, self.process
         received = {peer.name: peer.received for peer in [*self.mirror.peers.values()]}
         return asdict(
             schema.ReplicaStats(
-                **self._engine.stats(),
-                from_environment=[*self._config.from_environment],
-                replaced_vllm=self._config.replaced_vllm,
+                **self.engine.stats(),
+                from_environment=[*self.config.from_environment],
+                replaced_vllm=self.config.replaced_vllm,
                 bytes_received=counts.rows * row_bytes,
                 received_from={name: rows * row_bytes for name, rows in received.items() if rows},
                 fetching=dict(counts.in_flight),
                 fetches=counts.fetches,
                 pool=schema.PoolStats(
-                    *self.tier.pool.counts(), row_bytes, self._cache_rows, self._config.engines
+                    *self.tier.pool.counts(), row_bytes, self._cache_rows, self.config.engines
                 ),
                 grants=len(self.donor.grants),
                 mirrored=len(self.mirror),
@@ -374,7 +361,3 @@ class Replica:
                 tracker_failures=self._client.counts.failed,
             )
         )
-
-    async def full_stats(self) -> dict[str, Any]:
-        """Like `stats`, with the transfer process's figures."""
-        return {**self.stats(), **await self.process.stats()}
