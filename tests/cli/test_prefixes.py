@@ -90,8 +90,9 @@ def test_tools_are_part_of_a_chat_to_be_explained(server: Server) -> None:
     """Their text begins the prompt."""
     chat = {"messages": MESSAGES, "tools": [{"type": "function"}]}
     words = ["explain", "-e", "http://xinference", "-k", "key", "m", "--chat", "--prompt-file", "-"]
+    words += ["--cache-salt", "a"]
     CliRunner().invoke(main, words, input=json.dumps({**chat, "temperature": 0}))
-    assert server.added == chat
+    assert server.added == {**chat, "cache_salt": "a"}
 
 
 def test_a_prefix_that_cannot_be_computed(server: Server) -> None:

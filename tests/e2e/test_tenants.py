@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 import requests
+from click.testing import CliRunner
 
-from examples.local_cluster import REQUEST_TIMEOUT, Completion, LocalCluster, greedy
+from examples.local_cluster import (
+    PASSWORD,
+    REQUEST_TIMEOUT,
+    USER,
+    Completion,
+    LocalCluster,
+    greedy,
+)
 from tests.e2e.asking import CHUNK, published, question
 from tests.e2e.conftest import ROOT, launched
+from xinference_xavier.cli.commands import main
+from xinference_xavier.client import XavierClient
 
 pytestmark = pytest.mark.engine
 
@@ -48,3 +58,20 @@ def test_two_keys_share_nothing_and_one_shares_with_itself(cluster: LocalCluster
     for stranger in (ask(other), ask(other, cache_salt="a"), ask(one, cache_salt="a")):
         assert stranger.cached_tokens == 0
         assert stranger.tokens == first.tokens
+
+    def held(key: str, **more: str) -> list[bool]:
+        with XavierClient(cluster.endpoint, key) as client:
+            chunks = client.explain(UID, question(1), **more).chunks
+        return [bool(chunk.holders) for chunk in chunks]
+
+    whole = first.prompt_tokens // CHUNK
+    assert held(one) == [True] * whole
+    assert held(one, cache_salt="b") == [False] * whole
+
+
+def test_an_operator_tries_whether_sharing_helps(cluster: LocalCluster) -> None:
+    account = {"username": USER, "password": PASSWORD}
+    token = cluster.call("POST", "/token", account)["access_token"]
+    words = ["try", UID, "-e", cluster.endpoint, "-k", token, "--tokens", "1000"]
+    tried = CliRunner().invoke(main, words)
+    assert tried.exit_code == 0, tried.output

@@ -158,14 +158,18 @@ def chunker_of(config: VllmConfig, groups: int = 1) -> PromptChunker:
     return PromptChunker(config, layout, BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_keys_are_those_of_a_request(vllm_config: VllmConfig, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("groups", "salt"), [(1, {}), (2, {}), (1, {"cache_salt": "a"}), (1, {"cache_salt": "b"})]
+)
+def test_keys_are_those_of_a_request(
+    vllm_config: VllmConfig, groups: int, salt: dict[str, str]
+) -> None:
     chunker = chunker_of(vllm_config, groups)
     tokens = chunker._loaded_tokenizer().encode(PROMPT["prompt"])
-    request = request_of("r", tokens, 1, hasher_of(vllm_config, BLOCK_TOKENS))
+    request = request_of("r", tokens, 1, hasher_of(vllm_config, BLOCK_TOKENS), **salt)
     per_chunk = CHUNK // BLOCK_TOKENS
     last_hashes = request.block_hashes[per_chunk - 1 :: per_chunk]
-    chunked = chunker(PROMPT)
+    chunked = chunker({**PROMPT, **salt})
     assert (chunked.prompt_tokens, chunked.chunk_tokens) == (len(tokens), CHUNK)
     assert len(chunked.chunks) == len(tokens) // CHUNK >= 2
     assert chunked.chunks == [

@@ -28,6 +28,8 @@ def test_unpacked_keys_are_those_that_were_packed_in_order() -> None:
         {"prompt": "why?"},
         {"messages": [{"role": "user", "content": "why?"}]},
         {"messages": [{"role": "user", "content": "why?"}], "tools": [{"name": "look"}]},
+        {"prompt": "why?", "cache_salt": "a"},
+        {"messages": [{"role": "user", "content": "why?"}], "cache_salt": "a"},
     ],
 )
 def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:

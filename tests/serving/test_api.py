@@ -65,7 +65,10 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         return 3
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
-        if unpack_question(packed) != QUESTION:
+        question = unpack_question(packed)
+        if salt := question.pop("cache_salt", None):
+            raise ExplainError(f"nothing of {salt}")
+        if question != QUESTION:
             raise ExplainError("no tokenizer here")
         return {
             **{"prompt_tokens": 5, "context_tokens": 4096, "chunk_tokens": 4},
@@ -305,6 +308,8 @@ async def test_explaining_passes_the_replicas_answer_on(model: Model) -> None:
     await model.add("a")
     answer = await model.explain()
     assert (answer["prompt_tokens"], answer["chunks"]) == (5, [CHUNK])
+    salted = await model.client.post(f"{URL}/explain", json={**QUESTION, "cache_salt": "tenant"})
+    assert (salted.status_code, salted.json()["detail"]) == (503, "nothing of tenant")
     refused = await model.client.post(f"{URL}/explain", json={"prompt": "else"})
     assert (refused.status_code, refused.json()["detail"]) == (503, "no tokenizer here")
 

@@ -16,7 +16,7 @@ from xinference_xavier.cli import tables
 from xinference_xavier.cli.asking import ask, yes
 from xinference_xavier.cli.disks import disk
 from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
-from xinference_xavier.cli.prefixes import prefix, question
+from xinference_xavier.cli.prefixes import prefix, question, salted
 from xinference_xavier.cli.trial import trial
 from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose
@@ -135,15 +135,23 @@ def _line(record: EventRecord) -> str:
     help="The prompt, or messages with --chat; - is standard input.",
 )
 @click.option("--chat", is_flag=True, help="The file holds messages.")
+@salted
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer.")
 @with_client
-def explain(client: XavierClient, model: str, prompt_file: Any, chat: bool, as_json: bool) -> None:
+def explain(
+    client: XavierClient,
+    model: str,
+    prompt_file: Any,
+    chat: bool,
+    cache_salt: str | None,
+    as_json: bool,
+) -> None:
     """Show which replicas of MODEL hold a prompt's chunks.
 
     It also says why some are missing.
     vLLM's own prefix cache may have more; its content is not known here.
     """
-    answer = client.explain(model, **question(prompt_file, chat))
+    answer = client.explain(model, **question(prompt_file, chat), cache_salt=cache_salt)
     if as_json:
         click.echo(json.dumps(answer.raw, indent=2))
         return

@@ -38,7 +38,7 @@ def question(file: Any, chat: bool) -> dict[str, Any]:
 _TTL = "Its life after the last use: 90s, 30m, 1h, 7d."
 _COPIES, _RETENTION = click.Choice(["1", "all"]), click.Choice(["soft", "hard"])
 _HOW_MANY, _WHETHER = "How many replicas keep it.", "Whether it is evicted last or never."
-_salted = click.option("--cache-salt", metavar="TEXT", help="The salt of the tenant that owns it.")
+salted = click.option("--cache-salt", metavar="TEXT", help="The salt of the tenant that asks.")
 
 
 @click.group()
@@ -59,7 +59,7 @@ def prefix() -> None:
 @click.option("--ttl", default="1h", show_default=True, help=_TTL)
 @click.option("--copies", type=_COPIES, default="1", show_default=True, help=_HOW_MANY)
 @click.option("--retention", type=_RETENTION, default="soft", show_default=True, help=_WHETHER)
-@_salted
+@salted
 @click.option("--no-wait", is_flag=True, help="Return before it is computed.")
 @with_client
 def add(
@@ -98,7 +98,7 @@ def _wait(
 
 @prefix.command(name="list")
 @click.argument("model")
-@_salted
+@salted
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answers.")
 @with_client
 def list_(client: XavierClient, model: str, cache_salt: str | None, as_json: bool) -> None:
@@ -113,7 +113,7 @@ def list_(client: XavierClient, model: str, cache_salt: str | None, as_json: boo
 @prefix.command()
 @click.argument("model")
 @click.argument("name")
-@_salted
+@salted
 @with_client
 def show(client: XavierClient, model: str, name: str, cache_salt: str | None) -> None:
     """Print what is known of a named prefix, as JSON."""
@@ -126,7 +126,7 @@ def show(client: XavierClient, model: str, name: str, cache_salt: str | None) ->
 @click.option("--ttl", help=_TTL)
 @click.option("--copies", type=_COPIES, help=_HOW_MANY)
 @click.option("--retention", type=_RETENTION, help=_WHETHER)
-@_salted
+@salted
 @with_client
 def set_(
     client: XavierClient, model: str, name: str, cache_salt: str | None, **terms: str | None
@@ -144,7 +144,7 @@ def set_(
 @prefix.command()
 @click.argument("model")
 @click.argument("name")
-@_salted
+@salted
 @with_client
 def remove(client: XavierClient, model: str, name: str, cache_salt: str | None) -> None:
     """Forget a name. Its chunks stay in the pools as long as there is room."""

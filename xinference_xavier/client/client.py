@@ -107,11 +107,12 @@ class XavierClient:
         *,
         messages: Messages | None = None,
         tools: Messages | None = None,
+        cache_salt: str | None = None,
     ) -> Explanation:
-        """Where the chunks of a prompt or a chat are."""
+        """Where the chunks of a prompt or a chat are, for a tenant or for none."""
         if (prompt is None) == (messages is None):
             raise ValueError("give either a prompt or messages")
-        fields = {"prompt": prompt, "messages": messages, "tools": tools}
+        fields = {"prompt": prompt, "messages": messages, "tools": tools, "cache_salt": cache_salt}
         question = {name: value for name, value in fields.items() if value is not None}
         path = _path(model_uid, "/explain")
         return self._send("POST", path, Explanation.from_json, question, _LONG_TIMEOUT)

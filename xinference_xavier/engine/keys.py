@@ -5,7 +5,7 @@ must be stored while it has all its blocks.
 
 `PromptChunker` computes the keys that a request with a given text would have. One call at a time,
 never on the scheduler thread: the first call loads the tokenizer, and a long prompt takes a while.
-Only text is considered: images, an adapter or a `cache_salt` would change a request's keys.
+Only text and `cache_salt` are considered: images or an adapter would change a request's keys.
 """
 
 import logging
@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheGroupSpec,
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, make_offload_key
+from vllm.v1.request import Request
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import ConfigError, ExplainError
@@ -171,7 +173,8 @@ class PromptChunker:
         self._tokenizer: Any = None
 
     def __call__(self, question: dict[str, Any]) -> Chunked:
-        """Chunk `{"prompt": text}` or `{"messages": [...]}`, which may have `tools`, too.
+        """Chunk `{"prompt": text}` or `{"messages": [...]}`, which may have `tools`, too. Either
+        may have a `cache_salt`.
 
         Raises:
             ExplainError: there is no tokenizer, or it rejects the question.
@@ -185,7 +188,7 @@ class PromptChunker:
             raise ExplainError(
                 f"the model's tokenizer rejects the question: {error!r:.300}"
             ) from None
-        hashes = list(self._hashes(tokens))
+        hashes = self._hashes(tokens, question.get("cache_salt"))
         per_chunk = self._chunk_tokens // self._tokens_per_hash
         chunks = [
             tuple(self._keys(hashes, start, start + per_chunk))
@@ -216,15 +219,19 @@ class PromptChunker:
             raise ExplainError("the model was launched without a tokenizer (skip_tokenizer_init)")
         return self._tokenizer
 
-    def _hashes(self, tokens: list[int]) -> Iterator[BlockHash]:
+    def _hashes(self, tokens: list[int], salt: str | None) -> list[BlockHash]:
         """The hash of every whole block, chained: it covers all tokens up to the block's end."""
-        cache = self._vllm_config.cache_config
-        hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
-        size = self._tokens_per_hash
-        parent: BlockHash | None = None
-        for start in range(0, len(tokens) - size + 1, size):
-            parent = hash_block_tokens(hash_function, parent, tokens[start : start + size])
-            yield parent
+        algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
+        hasher = get_request_block_hasher(self._tokens_per_hash, get_hash_fn_by_name(algorithm))
+        request = Request(
+            request_id="",
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=hasher,
+        )
+        return request.block_hashes
 
     def _keys(self, hashes: list[BlockHash], start: int, end: int) -> Iterator[bytes]:
         """The keys of all groups' chunks that end within hashes `start` to `end`. A chunk's key is

@@ -231,12 +231,12 @@ def unpack_question(packed: bytes) -> dict[str, Any]:
 
 
 def _check_question(question: object) -> None:
-    """A prompt, or the messages of a chat and perhaps its tools, as in a request."""
-    names = list(question) if isinstance(question, dict) else []
+    """A prompt, or the messages of a chat and perhaps its tools, as in a request; perhaps with the
+    salt of the tenant that asks."""
     match question:
-        case {"prompt": str() as prompt} if names == ["prompt"] and prompt:
+        case {"prompt": str() as prompt, **rest} if prompt and rest.keys() <= {"cache_salt"}:
             pass
-        case {"messages": [_, *_] as messages, **rest} if rest.keys() <= {"tools"}:
+        case {"messages": [_, *_] as messages, **rest} if rest.keys() <= {"tools", "cache_salt"}:
             for message in messages:
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                     raise ValueError(f"message={shown(message)} is not an object with a role")

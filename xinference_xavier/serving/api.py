@@ -8,6 +8,7 @@ import xxhash
 from fastapi import HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from xinference_xavier.frontend.question import SALT
 from xinference_xavier.protocol.tracker import Settings, pack_question
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
@@ -19,6 +20,7 @@ from xinference_xavier.serving.answers import (
     answered,
     answered_for,
     model_access,
+    tenant_of,
 )
 from xinference_xavier.serving.bodies import Change, Question, Weights
 from xinference_xavier.serving.gateway import MAX_AGE, ModelReport, TrackerGateway, cluster_info
@@ -142,9 +144,11 @@ class _Routes:
         return JSONResponse({**self._seen(request, report), "answers": answers})
 
     async def explain(self, model_uid: str, body: Question, request: Request) -> JSONResponse:
-        """Where the chunks of a prompt are."""
+        """Where the chunks of a prompt are, if the caller asks it."""
         self._access(request, model_uid)
-        packed = await asyncio.to_thread(pack_question, body.question)
+        tenant = tenant_of(request, body.cache_salt)
+        question = {**body.question, SALT: tenant} if tenant else body.question
+        packed = await asyncio.to_thread(pack_question, question)
         deadline = EXPLAIN_DEADLINE + 1
         explaining = self._trackers.call(model_uid, "explain", packed, deadline=deadline)
         return JSONResponse(await answered_for(model_uid, explaining))

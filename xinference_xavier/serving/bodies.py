@@ -77,6 +77,8 @@ class Question(Body):
     """In OpenAI's form."""
     tools: list[dict[str, Any]] | None = None
     """Go with messages, in OpenAI's form."""
+    cache_salt: Annotated[str, AfterValidator(check_tenant)] | None = None
+    """The tenant that it belongs to."""
 
     @property
     def question(self) -> dict[str, Any]:
@@ -111,8 +113,6 @@ class PrefixBody(Question, PrefixTerms):
 
     name: Annotated[str, Field(max_length=MAX_NAME), AfterValidator(check_name)]
     """Requests use the text by it; without slash."""
-    cache_salt: Annotated[str, AfterValidator(check_tenant)] | None = None
-    """The tenant that it belongs to."""
     lora_name: Annotated[str, Field(min_length=1)] | None = None
     """The adapter that it is computed for."""
 

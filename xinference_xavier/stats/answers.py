@@ -79,8 +79,8 @@ class Explanation:
         if first.start == 0:
             return (
                 "no replica holds its first chunk: no prompt that began like this was computed, or "
-                "it was evicted, or it had a cache_salt, an adapter or images, which are part of "
-                "what is looked up"
+                "it was evicted, or it had another cache_salt, an adapter or images, which are "
+                "part of what is looked up"
             )
         return (
             f"no replica holds tokens {first.start} to {first.end}: from there on it differs from "
