@@ -1,5 +1,5 @@
 """A person's first minutes, as `docs/start.md` describes them: `pip install` of the wheel beside
-xinference and vLLM, the switch in the web UI, `try`, `doctor` and the page."""
+xinference and vLLM, the sign-in and the switch in the web UI, `try`, `doctor` and the page."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from examples.local_cluster import LAUNCH_TIMEOUT, LocalCluster
+from examples.local_cluster import LAUNCH_TIMEOUT, PASSWORD, USER, LocalCluster
 from tests.e2e.conftest import ROOT
 from tests.matrix.environments import link
 from tests.serving.ui.browser import Browser, open_browser
-from tests.serving.ui.launch_dialog import LaunchDialog
+from tests.serving.ui.launch_dialog import LaunchDialog, sign_in
 
 pytestmark = pytest.mark.long
 
@@ -99,20 +99,27 @@ def test_from_pip_install_to_a_remote_hit_on_the_page(
     model_folder: Path,
     browser: Browser,
     lap: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XINFERENCE_HOME", str(tmp_path))  # of the person, not of the server
     run(python, "-m", "pip", "install", wheel)
     lap("pip install")
     log = ROOT / "build" / "test-first-minutes.log"
-    with LocalCluster(log, python=python, environment=ONLY_INSTALLED) as xinference:
+    with LocalCluster(log, accounts=True, python=python, environment=ONLY_INSTALLED) as xinference:
         program = python.with_name("xinference-xavier")
         endpoint = ("--endpoint", xinference.endpoint)
         lap("xinference starts")
 
         xinference.register(model_folder, MODEL)
+        sign_in(browser, xinference.endpoint, USER, PASSWORD)
+        browser.complaints()  # pages have asked without a token
         launch_by_the_switch(browser, xinference.endpoint)
         xinference.wait_ready(MODEL, 2)
         lap("launched by the switch")
 
+        account = ("--username", USER, "--password", PASSWORD)
+        run(python.with_name("xinference"), "login", *endpoint, *account)
         tried = run(program, "try", MODEL, *endpoint)
         assert "from: remote" in tried
         lap("xinference-xavier try")

@@ -1,4 +1,4 @@
-"""xinference's launch dialog, operated like a person."""
+"""xinference's form to sign in and its launch dialog, operated like a person."""
 
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -10,6 +10,14 @@ from tests.serving.ui.browser import Browser
 
 _DIALOG = "//*[@role='dialog']"
 _SECTION = "[role=dialog] .xavier-share"
+
+
+def sign_in(browser: Browser, endpoint: str, name: str, password: str) -> None:
+    browser.open(f"{endpoint}/login")
+    browser.find("input:not([type=password])").send_keys(name)
+    browser.find("input[type=password]").send_keys(password)
+    browser.find("button[type=submit]").click()
+    browser.wait(lambda: browser.run("return sessionStorage.getItem('token')"), "a token is stored")
 
 
 class LaunchDialog:

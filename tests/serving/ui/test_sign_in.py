@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.api import Pair
-from tests.harness.guarded_api import GuardedApi, User
+from tests.harness.guarded_api import GuardedApi
 from tests.serving.ui.browser import Browser
+from tests.serving.ui.launch_dialog import sign_in
 
 pytestmark = pytest.mark.long
 
@@ -19,21 +20,13 @@ def api(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarde
     api.stop()
 
 
-def sign_in(browser: Browser, api: GuardedApi, user: User) -> None:
-    browser.open(f"{api.endpoint}/login")
-    browser.find("input:not([type=password])").send_keys(user.name)
-    browser.find("input[type=password]").send_keys(user.password)
-    browser.find("button[type=submit]").click()
-    browser.wait(lambda: browser.run("return sessionStorage.getItem('token')"), "a token is stored")
-
-
 def test_the_page_has_the_permissions_of_the_account(window: Browser, api: GuardedApi) -> None:
     reader = api.user("reader", ["models:list"])
     window.open(f"{api.endpoint}/xavier/")
     window.forget()
     window.driver.refresh()
     window.wait_text("#trouble", "Please sign in")
-    sign_in(window, api, reader)
+    sign_in(window, api.endpoint, reader.name, reader.password)
     window.open(f"{api.endpoint}/xavier/")
     window.wait_text("#live", "Live")
     window.wait_text("#replicas", "first")
@@ -44,7 +37,7 @@ def test_the_page_has_the_permissions_of_the_account(window: Browser, api: Guard
 def test_an_administrator_changes(window: Browser, api: GuardedApi) -> None:
     window.open(f"{api.endpoint}/xavier/")
     window.forget()
-    sign_in(window, api, api.admin)
+    sign_in(window, api.endpoint, api.admin.name, api.admin.password)
     window.open(f"{api.endpoint}/xavier/")
     window.find("#enabled").click()
     window.wait_text("#hint", "Sharing is switched off")
@@ -57,7 +50,7 @@ def test_a_session_that_was_ended_elsewhere(window: Browser, api: GuardedApi) ->
     guest = api.user("guest", ["models:list"])
     window.open(f"{api.endpoint}/xavier/")
     window.forget()
-    sign_in(window, api, guest)
+    sign_in(window, api.endpoint, guest.name, guest.password)
     window.open(f"{api.endpoint}/xavier/")
     window.wait_text("#live", "Live")
     api.disable(guest)
