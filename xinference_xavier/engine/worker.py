@@ -66,7 +66,8 @@ class OnlyLoads(OffloadingConnectorMetadata):
 
 class WorkerSide(OffloadingConnector):
     """A worker asks it several times in each step, and in each layer. In most steps no job runs,
-    and vLLM's own methods take their time to find that out.
+    and vLLM's own methods take their time to find that out: 1.3 % of a step with 4 requests, 0.6 %
+    with 32 (a model of 26 million parameters; 12 loads of 115 steps, in turns with and without).
     """
 
     def __init__(
