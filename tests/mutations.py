@@ -137,9 +137,9 @@ MUTATIONS = (
         ("tests/engine/test_spec.py",),
     ),
     Mutation(
-        "replica/fetcher.py",
-        "if self._differs(fetch.source) or parts != self._namespace.parts:",
-        "if self._differs(fetch.source):",
+        "pool/pool.py",
+        "            self._quarantine(row for row in rows if row.origin is not None)\n",
+        "",
         "rows are used that arrive after a replica has left peers that compute others",
         ("tests/replica/test_fetcher.py",),
     ),

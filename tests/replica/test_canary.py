@@ -38,7 +38,7 @@ class Scene:
     def __init__(self) -> None:
         self.mirror = Mirror("own")
         self.namespace = SharedNamespace("namespace", self.mirror, NoDisk())
-        self.pool = Pool(3)
+        self.pool = Pool(4)
         for key, origin in ((b"own", None), (b"peer's", "peer"), (b"other's", "other")):
             (row,) = self.pool.reserve([key]).rows
             row.origin = origin
@@ -150,13 +150,17 @@ class TestWhatDiffers:
     async def test_is_forgotten_and_what_came_from_others_too(
         self, scene: Scene, parts: bool
     ) -> None:
-        """They may have got it from there. What this engine has computed stays."""
+        """They may have got it from there, and what is under way from them. What this engine has
+        computed stays."""
+        (coming,) = scene.pool.reserve([b"coming"]).rows
+        coming.origin = "other"
         if parts:
             scene.judged(DIFFERS)
         else:
             scene.update(compared("unlike"))
             scene.update(differing=(UNLIKE,))
         await let_others_run()
+        assert not scene.pool.commit(coming)
         assert scene.held() == [b"own"]
 
 

@@ -5,7 +5,8 @@ Every slot is in one of five states; `Pool` alone moves it between them:
     FREE → FILLING         reserve: a worker's store or a fetch will write the row
     FILLING → READY        commit: the bytes are complete; lookups hit
     FILLING → FREE         abort: the row is void, and nobody can write it any more
-    FILLING → QUARANTINED  quarantine or reset: the row is void, but may still be written
+    FILLING → QUARANTINED  quarantine, reset, or flush of a row that is fetched: the row is void,
+                           but may still be written
     READY → FREE           eviction of an unpinned row, see `eviction.py`
     READY → FLUSHED        flush: lookups miss, but whoever looked it up before can still pin it
     FLUSHED → FREE         reserve takes the slots of unpinned ones first
@@ -197,12 +198,15 @@ class Pool:
     def quarantine(self, *rows: Row) -> None:
         """Void the rows that are FILLING; their slots may still be written."""
         with self._lock:
-            for row in rows:
-                if row.state is _FILLING:
-                    del self._held[row.key]
-                    row.state = _QUARANTINED
-                    self._filling -= 1
-                    self._quarantined += 1
+            self._quarantine(rows)
+
+    def _quarantine(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            if row.state is _FILLING:
+                del self._held[row.key]
+                row.state = _QUARANTINED
+                self._filling -= 1
+                self._quarantined += 1
 
     def abort(self, *rows: Row) -> None:
         """Void the rows; nobody can write their slots any more. Does nothing to READY ones."""
@@ -322,12 +326,15 @@ class Pool:
     # -- dropping rows ---------------------------------------------------------------------
 
     def flush(self, rows: Iterable[Row]) -> list[Row]:
-        """Make lookups miss these rows; returns those that were READY.
+        """Make lookups miss these rows, and void those that are being fetched; returns those that
+        were READY.
 
         Any thread may call it: a row that the evicting thread has just looked up can be pinned
         until that thread reserves rows.
         """
         with self._lock:
+            rows = [*rows]
+            self._quarantine(row for row in rows if row.origin is not None)
             ready = [row for row in rows if row.state is _READY]
             for row in ready:
                 row.state = _FLUSHED
@@ -375,7 +382,8 @@ def shared_keys(pool: Pool) -> list[bytes]:
 
 
 def flush(pool: Pool, of: Callable[[Row], bool] = lambda _: True) -> list[bytes]:
-    """Make lookups miss every READY row, or those for which `of` is true; returns their keys."""
+    """`Pool.flush` for all rows, or those for which `of` is true; returns the keys of the READY
+    ones."""
     return [
         row.key
         for rows in _in_portions(pool.rows())

@@ -32,7 +32,7 @@ from xinference_xavier.protocol.transfer import (
     check_grant,
 )
 from xinference_xavier.replica import reach
-from xinference_xavier.replica.disk import Disk, DiskState
+from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import EventReporter, Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
@@ -120,13 +120,12 @@ class Fetcher:
         try:
             async with Rollback() as scope:
                 scope.undo(self.pool.abort, *fetch.rows)  # does nothing to committed ones
-                parts = self._namespace.parts
                 # Its rows may have been reserved since the pool was reset, and for the namespace
                 # of before.
                 if not self._namespace.is_settled:
                     raise GrantRefusedError("reset")
                 if fetch.source == DISK:
-                    reason = await self._read(fetch, parts)
+                    reason = await self._read(fetch)
                 else:
                     if peer is None or peer.address is None:
                         raise GrantRefusedError("donor gone")
@@ -136,7 +135,7 @@ class Fetcher:
                     self._record_missing(fetch, grant)
                     if not grant.grant_id:
                         raise GrantRefusedError("not held")
-                    reason = await self._pull(fetch, peer, grant, parts)
+                    reason = await self._pull(fetch, peer, grant)
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
@@ -183,14 +182,14 @@ class Fetcher:
         if held < len(fetch.rows) and not grant.more_is_held:
             self._mirror.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
-    async def _read(self, fetch: Fetch, parts: int) -> str | None:
+    async def _read(self, fetch: Fetch) -> str | None:
         """Like `_pull`, from the disk."""
         fetch.transport = DISK
         checksums: list[int] = []
         reading = self._disk.read(fetch.rows, checksums)
-        return await self._receive(fetch, None, checksums, reading, parts)
+        return await self._receive(fetch, None, checksums, reading)
 
-    async def _pull(self, fetch: Fetch, peer: Peer, grant: Grant, parts: int) -> str | None:
+    async def _pull(self, fetch: Fetch, peer: Peer, grant: Grant) -> str | None:
         """Returns why not all granted rows were committed; None if they were. Raises
         GrantRefusedError as `_receive`."""
         try:
@@ -212,7 +211,7 @@ class Fetcher:
         )
         fetch.transport = peer.linked_by
         work = self._process.pull(order)
-        return await self._receive(fetch, peer, grant.checksums, work, parts)
+        return await self._receive(fetch, peer, grant.checksums, work)
 
     async def _receive(
         self,
@@ -220,12 +219,10 @@ class Fetcher:
         peer: Peer | None,
         checksums: Sequence[int],
         work: Awaitable[PullResult],
-        parts: int,
     ) -> str | None:
         """Wait until the rows are there, or the deadline is over. Returns why not all of them were
-        committed; None if they were. Raises GrantRefusedError if meanwhile we found that the source
-        has other rows than we compute, or have left the namespace: `parts` is how often we had
-        before."""
+        committed; None if they were. Raises GrantRefusedError if the tracker has found meanwhile
+        that the peer computes other rows."""
         pulling = asyncio.ensure_future(work)
         try:
             await asyncio.wait({pulling}, timeout=fetch.deadline - time.monotonic())
@@ -246,17 +243,12 @@ class Fetcher:
                     peer.broken.pop(result.transport, None)
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
-        if self._differs(fetch.source) or parts != self._namespace.parts:
+        if self._mirror.differs(fetch.source):
             raise GrantRefusedError("not compared")
         reason = self._commit(fetch, peer, checksums, result)
         if len(fetch.committed) == len(fetch.rows):
             self._finish(fetch, reason)  # at once: only the grant is left to release
         return reason
-
-    def _differs(self, donor: str) -> bool:
-        if donor == DISK:
-            return self._disk.state is DiskState.DIFFERS
-        return self._mirror.differs(donor)
 
     def _commit(
         self, fetch: Fetch, peer: Peer | None, checksums: Sequence[int], result: PullResult
