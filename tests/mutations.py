@@ -282,6 +282,13 @@ MUTATIONS = (
         ("tests/replica/test_canary.py",),
     ),
     Mutation(
+        "engine/probes.py",
+        "if probe is era.running and probe.add(end, sketch):",
+        "if probe is era.running and (probe.add(end, sketch) or True):",
+        "replicas share that differ in the KV-cache group that is stored last",
+        ("tests/engine/test_probes.py",),
+    ),
+    Mutation(
         "mirror.py",
         "        self.is_compared = False\n",
         "        self.is_compared = getattr(self, 'is_compared', False)\n",

@@ -511,15 +511,6 @@ def test_of_two_that_note_at_once_one_is_first(
     assert store.note("canary 1f", {"layer": [1.5]}) == {"layer": [2.5]}
 
 
-def test_what_is_noted_already_may_be_merged_with(store: NumberedStore) -> None:
-    def both(value: Any, noted: Any) -> Any:
-        return {**noted, **value}
-
-    assert store.note("canary 1f", {"one": 1}, both) == {"one": 1}
-    assert store.note("canary 1f", {"two": 2}, both) == {"one": 1, "two": 2}
-    assert store.another().note("canary 1f", {}) == {"one": 1, "two": 2}
-
-
 # -- who may read and write it ---------------------------------------------------------------------
 
 

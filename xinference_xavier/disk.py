@@ -319,31 +319,25 @@ class Store:
 
     # -- files --------------------------------------------------------------------------------
 
-    def note(
-        self, name: str, value: Any, merged: Callable[[Any, Any], Any] = lambda _, noted: noted
-    ) -> Any:
-        """The JSON-able note of this name: `value`, or `merged(value, noted)` if there was one.
-        Raises DamagedNoteError; then the store is removed."""
+    def note(self, name: str, value: Any) -> Any:
+        """The JSON-able note of this name: `value`, unless there was one. Raises DamagedNoteError;
+        then the store is removed."""
         try:
             try:
-                noted = _noted(self._descriptor, name)
+                return _noted(self._descriptor, name)
             except FileNotFoundError:
                 with suppress(FileExistsError):  # another process was faster
-                    self._note(name, value, os.link)
-                noted = _noted(self._descriptor, name)
+                    self._note(name, value)
+                return _noted(self._descriptor, name)
         except DamagedNoteError:
             remove(self.folder)
             raise
-        both = json.loads(json.dumps(merged(value, noted)))
-        if both != noted:
-            self._note(name, both, os.rename)
-        return both
 
-    def _note(self, name: str, value: Any, place: Callable[..., None]) -> None:
+    def _note(self, name: str, value: Any) -> None:
         text = json.dumps(value).encode()
         data = hashlib.sha256(text).hexdigest().encode() + b" " + text
         temporary = f"{secrets.token_hex(4)}.temporary"
-        self._write(temporary, f"{name}.json", [data], os.O_SYNC, place)
+        self._write(temporary, f"{name}.json", [data], os.O_SYNC, os.link)
 
     def _write(
         self,

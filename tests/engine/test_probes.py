@@ -13,6 +13,7 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.engine.scheduling import (
     CHUNK,
@@ -22,7 +23,7 @@ from tests.engine.scheduling import (
     assert_unused,
     chunks,
 )
-from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine
+from tests.engine.vllm_scheduler import BLOCK_TOKENS, Engine, MakeEngine, slide_one_layer
 from xinference_xavier.engine.audits import AUDIT_INTERVAL, AUDIT_SHARE
 from xinference_xavier.engine.probes import DEEP, OwnRequests, Probe, Probes
 from xinference_xavier.pool.pool import Pool, Row
@@ -36,15 +37,20 @@ LONG = (DEEP // CHUNK + 1) * CHUNK
 
 
 class Samples:
-    """Samples of rows, all with one value."""
+    """Samples of rows, all with one value. Each KV-cache group has a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1) -> None:
         self.value = 1.0
         self.sampled = 0
+        self.layers = {f"layer {group}" for group in range(groups)}
 
     def sample(self, rows: Sequence[Row]) -> Sketch:
         self.sampled += len(rows)
-        return {"layer": ("float32", [self.value] * 4)} if rows else {}
+        groups = (int.from_bytes(row.key[GROUP]) for row in rows)
+        return {f"layer {group}": ("float32", [self.value] * 4) for group in groups}
+
+
+LAYER: Sketch = {"layer 0": ("float32", [1.0] * 4)}
 
 
 class Queued:
@@ -72,8 +78,10 @@ class Queued:
 
 
 class Scene:
-    def __init__(self, *, audits: bool = True, max_tokens: int = 2 * CHUNK - 1) -> None:
-        self.samples: Any = Samples()
+    def __init__(
+        self, *, audits: bool = True, max_tokens: int = 2 * CHUNK - 1, groups: int = 1
+    ) -> None:
+        self.samples: Any = Samples(groups)
         self.queued: Any = Queued()
         self.clock = Clock()
         self.computed: float = 0  # tokens; less than none while the engine has something to do
@@ -106,24 +114,35 @@ class Scene:
         assert probe is not None
         return probe
 
-    def rows(self, *ends: int) -> tuple[list[Row], dict[bytes, int]]:
+    def rows(self, *ends: int, groups: Iterable[int]) -> tuple[list[Row], dict[bytes, int]]:
         """Rows of chunks with these ends, which a worker has just stored."""
         self.made += 1
-        keys = {end: chunks(f"{self.made}: prompt to {end}", 1)[0] for end in ends}
-        return self.pool.reserve(keys.values()).rows, {
-            key[: GROUP.start]: end for end, key in keys.items()
+        found = {
+            chunks(f"{self.made}: prompt to {end}", 1, group)[0]: end
+            for end in ends
+            for group in groups
         }
+        by_key = {key[: GROUP.start]: end for key, end in found.items()}
+        return self.pool.reserve(found).rows, by_key
 
-    def compute(self, probe: Probe, *ends_of_chunks: int) -> list[ProbeResult]:
+    def compute(
+        self, probe: Probe, *ends_of_chunks: int, groups: Iterable[int] = (0,)
+    ) -> list[ProbeResult]:
         """Compute and store the chunks with these ends; without any, all of the probe's."""
-        rows, ends = self.rows(*(ends_of_chunks or probe.ends))
+        rows, ends = self.rows(*(ends_of_chunks or probe.layers), groups=groups)
         self.pool.quarantine(*rows)
         self.probes.stored(probe, rows, ends)
         return self.probes.work()
 
-    def load(self, *ends: int, origin: str | None = "peer", prompt: int = 0) -> None:
+    def load(
+        self,
+        *ends: int,
+        origin: str | None = "peer",
+        prompt: int = 0,
+        groups: Iterable[int] = (0,),
+    ) -> None:
         """`prompt` is its number of tokens, by default one more than its chunks have."""
-        rows, by_key = self.rows(*ends)
+        rows, by_key = self.rows(*ends, groups=groups)
         for row in rows:
             row.origin = origin
             self.pool.commit(row, pins=1)  # for the request
@@ -187,10 +206,19 @@ class TestCanary:
         assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
         (result,) = scene.compute(probe)
-        assert result == Computed("canary/128", scene.samples.sample([1]))
+        assert result == Computed("canary/128", LAYER)
         assert scene.probes.work() == []
         assert len(scene.queued.asked) == 1
         assert_unused(scene.pool)
+
+    def test_it_ends_when_all_groups_are_sampled(self) -> None:
+        """The others could be computed differently. They may be stored one after the other."""
+        scene = Scene(groups=2)
+        probe = scene.next()
+        assert scene.compute(probe) == []
+        assert scene.compute(probe, groups=[1]) == [
+            Computed("canary/128", {**LAYER, "layer 1": LAYER["layer 0"]})
+        ]
 
     @pytest.mark.parametrize(("seconds", "computed"), [(0, 0), (600, -1)], ids=["idle", "late"])
     def test_a_long_one_follows_when_the_engine_is_idle_or_it_is_late(
@@ -262,7 +290,7 @@ class TestAudit:
         tokens, _ = scene.queued.asked[-1]
         assert tokens[: 5 * CHUNK] == list(range(5 * CHUNK))
         assert len(tokens) == 5 * CHUNK + 1
-        assert probe.ends == {CHUNK, 5 * CHUNK}
+        assert probe.layers.keys() == {CHUNK, 5 * CHUNK}
         (result,) = scene.compute(probe)
         assert result == Audited("peer", None)
         assert_unused(scene.pool)
@@ -272,7 +300,7 @@ class TestAudit:
         probe = scene.next()
         assert scene.compute(probe, CHUNK) == [], "the first chunk is equal"
         scene.samples.value = 2.0
-        assert scene.compute(probe, 5 * CHUNK) == [Audited("peer", Difference("layer", 0.5))]
+        assert scene.compute(probe, 5 * CHUNK) == [Audited("peer", Difference("layer 0", 0.5))]
 
     @pytest.mark.parametrize("origin", ["peer", None])
     def test_a_difference_names_where_the_rows_came_from(
@@ -281,7 +309,23 @@ class TestAudit:
         scene.load(CHUNK, origin=origin)
         probe = scene.next()
         scene.samples.value = 2.0
-        assert scene.compute(probe) == [Audited(origin, Difference("layer", 0.5))]
+        assert scene.compute(probe) == [Audited(origin, Difference("layer 0", 0.5))]
+
+    @pytest.mark.parametrize("groups", [[0], [0, 1]])
+    def test_all_that_was_loaded_is_computed_again(self, groups: list[int]) -> None:
+        """Groups with a window are loaded for the last chunks only."""
+        scene = Scene(groups=2)
+        scene.compute(scene.next(), groups=[0, 1])
+        scene.clock.now += AUDIT_INTERVAL
+        scene.computed = LONG * AUDIT_SHARE
+        scene.load(CHUNK, groups=groups)
+        probe = scene.next()
+        if groups == [0, 1]:
+            assert scene.compute(probe) == []
+        scene.samples.value = 2.0
+        assert scene.compute(probe, groups=groups[-1:]) == [
+            Audited("peer", Difference(f"layer {groups[-1]}", 0.5))
+        ]
 
     def test_the_scheduler_thread_samples_nothing(self, scene: Scene) -> None:
         before = scene.samples.sampled
@@ -299,7 +343,7 @@ class TestAudit:
         for _ in range(3):
             scene.load(CHUNK, 5 * CHUNK)
             probe = scene.next()
-            found.append(len(probe.ends))
+            found.append(len(probe.layers))
             scene.compute(probe)
             scene.clock.now += AUDIT_INTERVAL
         assert found == [1, 2, 1]
@@ -314,7 +358,7 @@ class TestAudit:
         """A request that was preempted loads what it has answered, too."""
         scene = Scene().audits_next(deep=True)
         scene.load(CHUNK, 3 * CHUNK, prompt=prompt)
-        assert scene.next().ends == {CHUNK}
+        assert scene.next().layers.keys() == {CHUNK}
 
     def test_at_most_one_a_minute(self, scene: Scene) -> None:
         scene.load(CHUNK)
@@ -342,7 +386,7 @@ class TestAudit:
         scene.probes.work()
         scene.clock.now += AUDIT_INTERVAL
         scene.load(CHUNK)
-        assert scene.next().ends == {CHUNK}
+        assert scene.next().layers.keys() == {CHUNK}
 
     def test_it_can_be_switched_off(self) -> None:
         assert not Scene(audits=False).after_canaries().probes.wants_audit()
@@ -407,7 +451,7 @@ class TestRequest:
         vllm.stored(request, vllm.begin_store(request, keys))
         vllm.finish(request)
         results = scene.probes.work()
-        expected = Computed("canary/128", scene.samples.sample([1]))
+        expected = Computed("canary/128", LAYER)
         assert results == ([] if overtaken else [expected])
         assert vllm.tier.fetches == []
         assert vllm.tier.stored_rows == []
@@ -446,7 +490,7 @@ class TestRequest:
         vllm.manager.prepare_load(request.keys, request.context)
         tokens = list(range(3 * CHUNK + 1))
         vllm.manager.count_prompt("r", len(tokens), 3 * CHUNK, tokens)
-        assert scene.next().ends == {CHUNK, 3 * CHUNK}
+        assert scene.next().layers.keys() == {CHUNK, 3 * CHUNK}
         assert scene.queued.asked[-1][0] == tokens
 
 
@@ -472,11 +516,18 @@ class TestEngine:
 
     @pytest.fixture
     def engine(self, make_engine: MakeEngine) -> Engine:
-        engine = make_engine(chunk_tokens=2 * BLOCK_TOKENS)
-        engine.own.manager.probes._sketcher = Samples()  # type: ignore[assignment]
-        return engine
+        return make_engine(chunk_tokens=2 * BLOCK_TOKENS)
 
-    def test_it_computes_both_canaries_by_itself(self, engine: Engine) -> None:
+    @pytest.mark.parametrize("groups", [1, 2])
+    def test_it_computes_both_canaries_by_itself(
+        self, make_engine: MakeEngine, cache_config: KVCacheConfig, groups: int
+    ) -> None:
+        """Whole ones, also with a sliding window."""
+        cache_config.num_blocks *= groups
+        if groups == 2:
+            slide_one_layer(cache_config, 2 * BLOCK_TOKENS)
+        engine = make_engine(chunk_tokens=2 * BLOCK_TOKENS)
+        engine.own.manager.probes._sketcher = Samples(groups)  # type: ignore[assignment]
         core = Core(engine)
         probes = engine.own.manager.probes
         probes._requests = OwnRequests(core)

@@ -60,15 +60,11 @@ def sketch_of(layers: Caches, pages: CanonicalKVCaches, spec: KVCacheSpec = ATTE
     cell = b"".join(each.tensor[:BLOCKS_PER_CHUNK].numpy().tobytes() for each in pages.tensors)
     region = Region.create(1, -(-len(cell) * CELLS // 4096) * 4096)
     region.row(0)[: len(cell) * CELLS] = np.frombuffer(cell * CELLS, np.uint8)
-    sketcher = Sketcher(
-        region,
-        described,
-        cells=CELLS,
-        cell_bytes=len(cell),
-        blocks_per_chunk=BLOCKS_PER_CHUNK,
-    )
+    sketcher = Sketcher(region, [described], [len(cell)] * CELLS, BLOCKS_PER_CHUNK)
     assert not sketcher.unlocated
-    return sketcher.sample([Row(KEY, 0)])
+    found = sketcher.sample([Row(KEY, 0)])
+    assert found.keys() == sketcher.layers
+    return found
 
 
 def test_a_group_whose_layers_lie_elsewhere_is_named() -> None:
@@ -85,10 +81,7 @@ def test_a_group_whose_layers_lie_elsewhere_is_named() -> None:
     layers[LAYERS[1]] = layers[LAYERS[1]].clone()
     described = describe_pages(groups, layers, pages, BLOCKS_PER_CHUNK)
     region = Region.create(1, 4096)
-    sketcher = Sketcher(
-        region, described, cells=1, cell_bytes=4096, blocks_per_chunk=BLOCKS_PER_CHUNK
-    )
-    assert sketcher.unlocated == [1]
+    assert Sketcher(region, [described], [4096], BLOCKS_PER_CHUNK).unlocated == {1}
 
 
 def sketch(change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Sketch:
@@ -123,6 +116,34 @@ def test_a_change_of_the_bytes_is_seen(change: Callable[[Tensor], Tensor]) -> No
     found = difference(sketch(), sketch(change))
     assert found is not None
     assert found.layer == "layer.0, worker 0"
+
+
+def test_each_stage_of_a_pipeline_is_sampled() -> None:
+    """Each has other layers, and cells of another size; both have two workers."""
+    layers = caches()
+    ends = [{LAYERS[0]: layers[LAYERS[0]]}, {"last": layers[LAYERS[1]], "more": layers[LAYERS[1]]}]
+    stages, cells = [], list[bytes]()
+    for stage in ends:
+        pages = one_by_one(stage)
+        groups = {0: KVCacheGroupSpec([*stage], ATTENTION)}
+        stages.append(describe_pages(groups, stage, pages, BLOCKS_PER_CHUNK))
+        tensors = (each.tensor[:BLOCKS_PER_CHUNK] for each in pages.tensors)
+        cells += 2 * [b"".join(each.numpy().tobytes() for each in tensors)]
+    row = b"".join(cells)
+    region = Region.create(1, -(-len(row) // 4096) * 4096)
+    region.row(0)[: len(row)] = np.frombuffer(row, np.uint8)
+    found = Sketcher(region, stages, [*map(len, cells)], BLOCKS_PER_CHUNK).sample([Row(KEY, 0)])
+    assert [*found] == [
+        "layer.0, worker 0",
+        "layer.0, worker 1",
+        "last, worker 2",
+        "more, worker 2",
+        "last, worker 3",
+        "more, worker 3",
+    ]
+    for name, (_, samples) in found.items():
+        numbers = layers[LAYERS[name[:4] in {"last", "more"}]][:BLOCKS_PER_CHUNK]
+        assert set(samples) <= set(numbers.float().flatten().tolist())
 
 
 def test_nan_becomes_zero() -> None:

@@ -364,8 +364,12 @@ def stage(rank: int, engine: EngineFacts, meeting: Path, pipe: Connection) -> No
     # vLLM's own group would leave segments in /dev/shm.
     pipeline = SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
     caches = kv_caches([PAGES[:1] * STAGES[rank]], seed=rank)
+    layers = {f"stage {rank}, {n}": page.tensor for n, page in enumerate(caches.tensors)}
+    group = replace(engine.groups[0], layer_names=[*layers])
+    facts = replace(stage_facts(engine, rank), groups={0: group})
     with patch.object(spec_module, "get_pp_group", lambda: pipeline):
-        worker = worker_of(stage_facts(engine, rank), caches)
+        worker = XavierSpec(facts, layers).get_worker(caches)
+    assert isinstance(worker, HostWorker)
     blocks = GPULoadStoreSpec([0, 1, 2, 3], group_sizes=[4], block_indices=[0])
     worker.submit_store(1, blocks, CPULoadStoreSpec([SLOT]))
     worker.wait({1})
@@ -406,6 +410,8 @@ def test_stages_with_different_numbers_of_layers_share_rows(
             row_bytes = manager.facts.row_bytes
             assert 0 <= row_bytes - cells < ROW_ALIGNMENT
             assert manager.pool.slots == STAGES_POOL // row_bytes
+            names = {name.split(", worker")[0] for name in manager.probes._sketcher.layers}
+            assert names == {f"stage {rank}, {n}" for rank in range(3) for n in range(STAGES[rank])}
         finally:
             spec.close()
     finally:

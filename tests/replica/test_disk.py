@@ -424,24 +424,10 @@ async def test_a_canary_that_comes_later_is_compared_too(tmp_path: Path) -> None
         assert set(keys) <= {*again.disk.index}
 
 
-async def test_all_layers_of_a_canary_are_compared(tmp_path: Path) -> None:
-    """An engine computes some groups of them first."""
-    deep, wrong = {"deep": CANARY["layer"]}, {"deep": OTHER["layer"]}
-    async with life(tmp_path) as replica:
-        replica.disk.probed(b"canary", deep)
-        await replica.save(fresh_keys(1))
-    async with life(tmp_path) as other:
-        other.disk.probed(b"canary", wrong)
-        await other.until(lambda: other.disk.state is DiskState.DIFFERS)
-    async with life(tmp_path) as again:
-        again.disk.probed(b"canary", deep)
-        await again.save(fresh_keys(1))
-
-
 async def test_a_store_with_a_wrong_row_is_not_used_after_a_parting_either(tmp_path: Path) -> None:
     async with life(tmp_path) as replica:
         replica.disk.distrust(Difference("layer", 1.5))
-        await replica.namespace.part("namespace")
+        await replica.namespace.part("namespace", "namespace~1")
         assert replica.disk.state is DiskState.DIFFERS
 
 

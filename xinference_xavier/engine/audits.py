@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from xinference_xavier.engine.sketches import Sketcher
@@ -44,19 +44,24 @@ class _Loaded:
 
 @dataclass(eq=False, slots=True)
 class Audit:
-    """The chunks of a prompt that are to be compared, by where they end. `epoch` is the number of
-    resets before they were loaded."""
+    """The chunks of a prompt that are to be compared, by where they end. `era` is when they were
+    loaded, between two resets."""
 
     tokens: Sequence[int]
     chunks: dict[int, _Loaded]
-    epoch: int
+    era: object
+
+    @property
+    def layers(self) -> dict[int, Set[str]]:
+        """What was loaded of each chunk: of a window, only the last ones are."""
+        return {end: loaded.sketch.keys() for end, loaded in self.chunks.items()}
 
     def result(self, sketches: Mapping[int, Sketch]) -> Audited:
         """The first chunk that differs from what the engine has computed now, or else the first."""
-        results = [
-            Audited(loaded.donor, difference(loaded.sketch, sketches[end]))
-            for end, loaded in sorted(self.chunks.items())
-        ]
+        results = []
+        for end, loaded in sorted(self.chunks.items()):
+            computed = {layer: sketches[end][layer] for layer in loaded.sketch}
+            results.append(Audited(loaded.donor, difference(loaded.sketch, computed)))
         return next((result for result in results if result.difference), results[0])
 
 
@@ -102,10 +107,10 @@ class Audits:
             if all(loaded.sketch for loaded in candidate.chunks.values()):
                 self._candidate = candidate
 
-    def next(self, now: float, epoch: int) -> Audit | None:
+    def next(self, now: float, era: object) -> Audit | None:
         """The one that the engine can afford now, of rows that are not from before a reset."""
         candidate = self._candidate
-        if candidate is None or candidate.epoch != epoch or now < self._next:
+        if candidate is None or candidate.era is not era or now < self._next:
             return None
         tokens = self._tokens + len(candidate.tokens)
         return candidate if self._can_audit(tokens * AUDIT_SHARE) else None
@@ -125,7 +130,7 @@ class Audits:
         return self._clock() >= self._next_candidate
 
     def loaded(
-        self, tokens: Sequence[int], rows: Iterable[Row], ends: Mapping[bytes, int], epoch: int
+        self, tokens: Sequence[int], rows: Iterable[Row], ends: Mapping[bytes, int], era: object
     ) -> None:
         """A request loads `rows` for its prompt's `tokens`, and perhaps for answered ones; `ends`
         says where its chunks end, by their keys without the group."""
@@ -146,4 +151,4 @@ class Audits:
         }
         if chunks:
             # A drafter's row depends on the token behind it, too.
-            self._loaded.append(Audit(list(tokens[: last + 1]), chunks, epoch))
+            self._loaded.append(Audit(list(tokens[: last + 1]), chunks, era))

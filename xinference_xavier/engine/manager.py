@@ -306,7 +306,7 @@ class XavierManager(OffloadingManager):
             return _nothing_to_store()
         if request.probe is not None:  # the others would only evict something
             ends = request.ends()
-            keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.ends]
+            keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.layers]
         offered = {request.row_key(key): key for key in keys}
         rows, evicted = self._evictor.reserve(offered, request.row_keys() or list(offered))
         stored = {offered[row.key]: row for row in rows}

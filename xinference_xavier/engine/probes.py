@@ -110,17 +110,40 @@ _EXCLUSIVE = 3  # special tokens are at the ends of most vocabularies
 
 @dataclass(eq=False, slots=True)
 class Probe:
-    """A prompt of which the chunks that end after `ends` tokens are compared. `epoch` is the number
-    of resets before it."""
+    """A prompt, and the layers that are to be sampled of each of its chunks that are compared, by
+    where these end."""
 
     tokens: Sequence[int]
-    ends: Set[int]
-    epoch: int
+    layers: Mapping[int, Set[str]]
     audit: Audit | None = None  # None for a canary
     salt: str = field(default_factory=lambda: f"xavier-probe-{secrets.token_hex(16)}")
-    sketches: dict[int, Sketch] = field(default_factory=dict)
+    sketches: dict[int, dict[str, tuple[str, Sequence[float]]]] = field(default_factory=dict)
     req_id: str = ""
     deadline: float = 0.0
+
+    def add(self, end: int, sketch: Sketch) -> bool:
+        """Whether all is sampled now. Groups may be stored one after the other."""
+        self.sketches.setdefault(end, {}).update(sketch)
+        return all(
+            self.sketches.get(end, {}).keys() >= layers for end, layers in self.layers.items()
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Era:
+    """What is asked for between two resets. `canaries` are where those end that are still to be
+    computed."""
+
+    canaries: deque[int]
+    began: float
+    running: Probe | None = None
+    not_before: float = 0.0  # the next request, after one was lost
+    backoff: Backoff = field(default_factory=lambda: Backoff(_PAUSE, _LONGEST_PAUSE))
+
+    def wait(self, now: float) -> None:
+        """Longer each time in a row: each try costs the engine a prompt."""
+        self.running = None
+        self.not_before = now + self.backoff.pause()
 
 
 class Probes:
@@ -162,15 +185,10 @@ class Probes:
         most = (max_tokens - 1) // chunk_tokens
         chunks = sorted({1, min(DEEP // chunk_tokens + 1, most)} - {0})
         self._canaries = [number * chunk_tokens for number in chunks]  # where they end
-        self._computed: dict[int, int] = {}  # the epoch in which each was
-        self._since = clock()
-        self._epoch = 0
-        self._running: Probe | None = None
+        self._era = _Era(deque(self._canaries), clock())
         self._asked: dict[str, Probe] = {}
         """Probes by salt. A reset may overtake the request of one."""
         self._log = RateLimitedLog(logger)
-        self._not_before = 0.0  # the next request, after one was lost
-        self._backoff = Backoff(_PAUSE, _LONGEST_PAUSE)
         self._stored: deque[tuple[Probe, int, Sequence[Row]]] = deque()
 
     # -- called by the background thread ------------------------------------------------------
@@ -178,22 +196,21 @@ class Probes:
     def work(self) -> list[ProbeResult]:
         """Go on: sample what was loaded and stored, and ask for the next probe. Returns what there
         is to compare."""
+        era, now = self._era, self._clock()
         if self.audits is not None:
             self.audits.sample()
-        results = self._sample_stored()
-        now = self._clock()
-        running = self._running
-        if running is not None and now >= running.deadline:
-            self._running = None
-            self._requests.abort(running.req_id)
-            self._wait(now)
-            self._log.warn("lost", "the engine did not compute a probe: id=%s", running.req_id)
+        results = self._sample_stored(era)
+        probe = era.running
+        if probe is not None and now >= probe.deadline:
+            self._requests.abort(probe.req_id)
+            era.wait(now)
+            self._log.warn("lost", "the engine did not compute a probe: id=%s", probe.req_id)
             results.append(Lost())
-        if self._running is None and now >= self._not_before and not self._requests.cannot:
-            self._ask(now)
-        return results
+        if era.running is None and now >= era.not_before and not self._requests.cannot:
+            self._ask(era, now)
+        return results if era is self._era else []
 
-    def _sample_stored(self) -> list[ProbeResult]:
+    def _sample_stored(self, era: _Era) -> list[ProbeResult]:
         results: list[ProbeResult] = []
         while self._stored:
             probe, end, rows = self._stored.popleft()
@@ -201,60 +218,49 @@ class Probes:
                 sketch = self._sketcher.sample(rows)
             finally:
                 self._pool.abort(*rows)
-            if not sketch or end not in probe.ends:
-                continue
-            if probe is not self._running or probe.epoch != self._epoch:
-                continue
-            probe.sketches[end] = {**probe.sketches.get(end, {}), **sketch}
-            if probe.audit is None:
-                results.append(Computed(_canary_name(end), sketch))
-            if probe.sketches.keys() == probe.ends:
-                self._running = None
-                self._backoff.reset()
+            if probe is era.running and probe.add(end, sketch):
+                era.running = None
+                era.backoff.reset()
                 if probe.audit is None:
-                    self._computed[end] = probe.epoch
+                    era.canaries.popleft()
+                    results.append(Computed(_canary_name(end), probe.sketches[end]))
                 else:
                     results.append(probe.audit.result(probe.sketches))
         return results
 
-    def _ask(self, now: float) -> None:
-        epoch = self._epoch
-        probe = self._next_canary(now, epoch) or self._next_audit(now, epoch)
+    def _ask(self, era: _Era, now: float) -> None:
+        probe = self._next_canary(era, now) or self._next_audit(era, now)
         if probe is None:
             return
         probe.deadline = now + _DEADLINE
         recent = (each for each in self._asked.values() if now < each.deadline)
         self._asked = {each.salt: each for each in (*recent, probe)}
-        self._running = probe
+        era.running = probe
         try:
             req_id = self._requests.ask(probe.tokens, probe.salt)
         except Exception as error:  # whatever it is, the engine serves
             self._log.warn("ask", "cannot compute a probe: error=%r", error)
-            self._wait(now)
+            era.wait(now)
             req_id = None
         if req_id is None:
-            self._running = None
+            era.running = None
             del self._asked[probe.salt]
             return
         probe.req_id = req_id
         if self.audits is not None and probe.audit is not None:
             self.audits.asked(probe.audit, now)
 
-    def _wait(self, now: float) -> None:
-        """Longer each time in a row: each try costs the engine a prompt."""
-        self._not_before = now + self._backoff.pause()
-
-    def _next_canary(self, now: float, epoch: int) -> Probe | None:
-        end = next((end for end in self._canaries if self._computed.get(end) != epoch), None)
-        if end is None:
+    def _next_canary(self, era: _Era, now: float) -> Probe | None:
+        if not era.canaries:
             return None
-        if end > self._chunk_tokens and not self._can_audit(0) and now < self._since + _BUSY:
+        end = era.canaries[0]
+        if end > self._chunk_tokens and not self._can_audit(0) and now < era.began + _BUSY:
             return None
-        return Probe(_canary(end, self._vocabulary), {end}, epoch)
+        return Probe(_canary(end, self._vocabulary), {end: self._sketcher.layers})
 
-    def _next_audit(self, now: float, epoch: int) -> Probe | None:
-        audit = None if self.audits is None else self.audits.next(now, epoch)
-        return None if audit is None else Probe(audit.tokens, audit.chunks.keys(), epoch, audit)
+    def _next_audit(self, era: _Era, now: float) -> Probe | None:
+        audit = None if self.audits is None else self.audits.next(now, era)
+        return None if audit is None else Probe(audit.tokens, audit.layers, audit)
 
     # -- called by the scheduler thread -------------------------------------------------------
 
@@ -265,9 +271,7 @@ class Probes:
     def reset(self) -> None:
         """The engine's weights may have changed: compute the canaries again, and audit nothing from
         before."""
-        self._epoch += 1
-        self._since = self._clock()
-        self._running = None
+        self._era = _Era(deque(self._canaries), self._clock())
 
     def wants_audit(self) -> bool:
         """Whether `loaded` would do anything."""
@@ -276,13 +280,13 @@ class Probes:
     def loaded(self, tokens: Sequence[int], rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
         """A request loads `rows`: see `Audits.loaded`."""
         assert self.audits is not None, "then nothing is wanted"
-        self.audits.loaded(tokens, rows, ends, self._epoch)
+        self.audits.loaded(tokens, rows, ends, self._era)
 
     def stored(self, probe: Probe, rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:
         """These rows of a probe are complete. They are in quarantine until they are sampled."""
         found: dict[int, list[Row]] = {}
         for row in rows:
-            found.setdefault(ends.get(row.key[: GROUP.start], 0), []).append(row)
+            found.setdefault(ends[row.key[: GROUP.start]], []).append(row)
         self._stored.extend((probe, end, each) for end, each in found.items())
 
     def ended(self, probe: Probe) -> None:

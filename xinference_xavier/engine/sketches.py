@@ -5,13 +5,14 @@ its numbers are, and where: groups may have layers of several types, and a recur
 states. A type of one byte says little: it may be a number, two, or a part of one beside its scale.
 So bytes are compared as such.
 
-The first worker describes its layers in the region's note (`describe_pages`); the scheduler's side
-samples rows (`Sketcher`).
+Each stage of a pipeline describes its layers (`describe_pages`). The first worker hands that over
+with the region, and the scheduler's side samples rows (`Sketcher`).
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
@@ -40,14 +41,18 @@ class _Part(NamedTuple):
     only_last_block: bool  # a recurrent state
 
 
+Described = dict[str, list[_Part]]
+"""The parts of each group by its number, without groups that have no layers in this stage of the
+pipeline. A part may be any sequence, as JSON has it."""
+
+
 def describe_pages(
     groups: Mapping[int, KVCacheGroupSpec],
     layers: Mapping[str, torch.Tensor | list[torch.Tensor]],
     pages: CanonicalKVCaches,
     blocks_per_chunk: int,
-) -> dict[str, list[_Part]]:
-    """JSON-able: the parts of each group by its number, without groups that have no layers in this
-    worker's stage of a pipeline. `layers` are its tensors."""
+) -> Described:
+    """What a worker has in its cell. `layers` are its tensors."""
     offsets = tensor_offsets(pages, blocks_per_chunk)
     described = {}
     for (number, group), refs in zip(groups.items(), pages.group_data_refs, strict=True):
@@ -94,32 +99,32 @@ def _located(
 
 
 class Sketcher:
-    """`described` comes from `describe_pages`. A row has `cells` of `cell_bytes` each."""
+    """`stages` are what `describe_pages` says of each stage of the pipeline. A row has the `cells`
+    of all workers, stage by stage, of so many bytes each."""
 
     def __init__(
         self,
         region: Region,
-        described: Mapping[str, Sequence[Sequence[Any]]],
-        *,
-        cells: int,
-        cell_bytes: int,
+        stages: Sequence[Described],
+        cells: Sequence[int],
         blocks_per_chunk: int,
     ) -> None:
         self._rows = region.array
-        self._places = {
-            int(number).to_bytes(4): [
-                (f"{part.name}, worker {cell}" if cells > 1 else part.name, part, places)
-                for cell in range(cells)
-                for part in (_Part(*values) for values in parts)
-                for places in (_places(part, cell * cell_bytes, blocks_per_chunk),)
-            ]
-            for number, parts in described.items()
-        }
-
-    @property
-    def unlocated(self) -> list[int]:
+        self._places: dict[bytes, list[tuple[str, _Part, torch.Tensor]]] = {}
+        self.unlocated: set[int] = set()
         """The groups of which nothing says where they have numbers."""
-        return [int.from_bytes(group) for group, places in self._places.items() if not places]
+        for cell, start in enumerate(accumulate(cells[:-1], initial=0)):
+            suffix = f", worker {cell}" if len(cells) > 1 else ""
+            for number, described in stages[cell * len(stages) // len(cells)].items():
+                parts = [_Part(*values) for values in described]
+                self._places.setdefault(int(number).to_bytes(4), []).extend(
+                    (part.name + suffix, part, _places(part, start, blocks_per_chunk))
+                    for part in parts
+                )
+                if not parts:
+                    self.unlocated.add(int(number))
+        self.layers = {name for places in self._places.values() for name, _, _ in places}
+        """What a whole sketch has."""
 
     def sample(self, rows: Iterable[Row]) -> Sketch:
         """By layer. `rows` must not change meanwhile."""

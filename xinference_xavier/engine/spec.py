@@ -41,7 +41,7 @@ from xinference_xavier.engine.keys import PromptChunker
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
-from xinference_xavier.engine.sketches import Sketcher, describe_pages
+from xinference_xavier.engine.sketches import Described, Sketcher, describe_pages
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.engine.workload import take_all
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
@@ -75,7 +75,7 @@ class WorkerNote(NamedTuple):
 
     pages: list[dict[str, Any]]  # its `page_format`
     prefix_caching: bool  # whether it is on there
-    parts: dict[str, list[Any]]  # from `describe_pages`
+    stages: list[Described]  # of the pipeline, each from `describe_pages`
     cells: Sequence[int]  # bytes of each worker's cell
     cache_rows: int  # that would hold the whole KV cache
 
@@ -113,40 +113,48 @@ class XavierSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         end_with_parent()  # it may have a process of its own
         rank = 0 if self.replicated_layout else self.config.parallel.rank
-        cells = self._gather_cells()
+        stages = self._gather_stages(kv_caches)
+        # A stage's workers have equal caches.
+        each = 1 if self.replicated_layout else self.config.parallel.world_size // len(stages)
+        cells = [cell_bytes for cell_bytes, _ in stages for _ in range(each)]
         row_bytes = -(-sum(cells) // ROW_ALIGNMENT) * ROW_ALIGNMENT
         if self.config.parallel.rank == 0:
-            region = self._create_region(row_bytes, kv_caches, cells)
+            described = [parts for _, parts in stages]
+            region = self._create_region(row_bytes, kv_caches, cells, described)
         else:
             region = self._receive(row_bytes)
         if current_platform.is_cpu():
             return HostWorker(kv_caches, region, self.blocks_per_chunk, sum(cells[:rank]))
         return device_worker(kv_caches, self.blocks_per_chunk, DeviceRegion(region, rank, cells))
 
-    def _gather_cells(self) -> list[int]:
-        """The bytes of each cell in a row. Waits for the other stages of a pipeline, which vLLM
-        gives their KV caches at the same time."""
-        parallel = self.config.parallel
-        if self.replicated_layout:
-            return [self._cell_bytes]
-        stages = [self._cell_bytes] * parallel.pp_size
-        if parallel.pp_size > 1:
-            torch.distributed.all_gather_object(
-                stages, self._cell_bytes, group=get_pp_group().cpu_group
-            )
-        workers = parallel.world_size // parallel.pp_size  # of each stage, with equal caches
-        return [cell for cell in stages for _ in range(workers)]
+    def _gather_stages(self, kv_caches: CanonicalKVCaches) -> list[tuple[int, Described]]:
+        """The bytes of a worker's cell, and what it has there, in each stage of the pipeline. Waits
+        for the other stages, which vLLM gives their KV caches at the same time."""
+        described = describe_pages(
+            self.facts.groups, self._layers, kv_caches, self.blocks_per_chunk
+        )
+        stages = [(self._cell_bytes, described)]
+        if self.config.parallel.pp_size > 1:
+            stages *= self.config.parallel.pp_size
+            torch.distributed.all_gather_object(stages, stages[0], group=get_pp_group().cpu_group)
+        return stages
 
     def _create_region(
-        self, row_bytes: int, kv_caches: CanonicalKVCaches, cells: Sequence[int]
+        self,
+        row_bytes: int,
+        kv_caches: CanonicalKVCaches,
+        cells: Sequence[int],
+        stages: list[Described],
     ) -> Region:
         """vLLM has its KV cache by now, which on the CPU platform takes host memory, too."""
         cache_rows = -(-len(kv_caches.tensors[0].tensor) // self.blocks_per_chunk)
         region = Region.create(self._rows(row_bytes, cache_rows), row_bytes)
         # Engines that asked at the same moment see each other's regions now.
         self._rows(row_bytes, cache_rows, own=region.size)
-        note = json.dumps(self._note(kv_caches, cells, cache_rows)).encode()
-        self._closing.callback(RegionServer(region, self.config.engine_id, note).close)
+        pages = identity.page_format(self.facts.vllm, self.facts.cache, self._layers)
+        note = WorkerNote(pages, self.facts.prefix_caching, stages, cells, cache_rows)
+        served = RegionServer(region, self.config.engine_id, json.dumps(note).encode())
+        self._closing.callback(served.close)
         logger.info(
             "pool created: chunks=%d chunk_bytes=%d cache_chunks=%d",
             region.rows,
@@ -158,18 +166,6 @@ class XavierSpec(OffloadingSpec):
         else:  # a device's worker pins it next, which would allocate it on one thread
             _populate(region)
         return region
-
-    def _note(
-        self, kv_caches: CanonicalKVCaches, cells: Sequence[int], cache_rows: int
-    ) -> WorkerNote:
-        facts = self.facts
-        return WorkerNote(
-            identity.page_format(facts.vllm, facts.cache, self._layers),
-            facts.prefix_caching,
-            describe_pages(facts.groups, self._layers, kv_caches, self.blocks_per_chunk),
-            cells,
-            cache_rows,
-        )
 
     def _rows(self, row_bytes: int, cache_rows: int, own: int = 0) -> int:
         """`rows_of` with the host's memory as it is now. Of what is promised, `own` bytes are this
@@ -224,18 +220,11 @@ class XavierSpec(OffloadingSpec):
                 by_name=identity.known_by_name(fingerprint_fields),
             )
         tier = PeerTier(pool, mirror, disk)
-        sketcher = Sketcher(
-            region,
-            note.parts,
-            # The first worker has described its pages: other stages have other layers.
-            cells=1 if self.config.parallel.pp_size > 1 else len(note.cells),
-            cell_bytes=note.cells[0],
-            blocks_per_chunk=self.blocks_per_chunk,
-        )
+        sketcher = Sketcher(region, note.stages, note.cells, self.blocks_per_chunk)
         if not shares:
             requests = OwnRequests(None, NotSharing.NO_PREFIX_CACHING)
         elif unlocated := sketcher.unlocated:
-            cannot = f"nothing says where KV-cache group {unlocated[0]} has numbers"
+            cannot = f"nothing says where KV-cache group {min(unlocated)} has numbers"
             requests = OwnRequests(None, cannot)
         else:
             requests = OwnRequests.at(vllm_config)

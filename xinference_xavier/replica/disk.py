@@ -142,9 +142,8 @@ class Disk:
         self._sketches.clear()
 
     def probed(self, key: bytes, sketch: Sketch) -> None:
-        """The engine has computed a canary's chunk, or some groups of it."""
-        name = f"canary {key.hex()}"
-        self._sketches[name] = {**self._sketches.get(name, {}), **sketch}
+        """The engine has computed a canary's chunk."""
+        self._sketches[f"canary {key.hex()}"] = sketch
         self._news.set()
 
     def used(self, keys: Iterable[bytes]) -> None:
@@ -399,7 +398,7 @@ class Disk:
     def _compare(self, store: Store, sketches: Mapping[str, Sketch]) -> Difference | None:
         """How the engine differs from those that have used the store."""
         for name, sketch in sketches.items():
-            if (found := difference(sketch, store.note(name, sketch, _merged))) is not None:
+            if (found := difference(sketch, store.note(name, sketch))) is not None:
                 return found
         return None
 
@@ -425,11 +424,6 @@ def _from_the_head(keys: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
     chunk is of no use without it, and is to go first."""
     now = time.time_ns()
     return ((key, now - place) for place, key in enumerate(keys))
-
-
-def _merged(sketch: Sketch, noted: Sketch) -> Sketch:
-    """The note with further layers of an engine that agrees with it."""
-    return noted if difference(sketch, noted) else {**noted, **sketch, **noted}
 
 
 class NoDisk(Disk):
