@@ -268,7 +268,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/canary.py",
-        "        if report.packed != pack_canaries(self._sketches):  # a reset came in between\n"
+        "        if report is not self.report:  # a reset may have come in between\n"
         "            return\n",
         "",
         "a replica is trusted because of what it computed before a reset",
@@ -304,8 +304,8 @@ MUTATIONS = (
     ),
     Mutation(
         "tracker/judge.py",
-        "            first = self._firsts.get(name) or _First(incarnation, sketch)\n",
-        "            first = _First(incarnation, sketch)\n",
+        "            **self._firsts,\n",
+        "",
         "what replicas are compared with drifts from one to the next",
         ("tests/tracker/test_judge.py",),
     ),

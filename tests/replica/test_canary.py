@@ -27,7 +27,7 @@ from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import EventReporter, Identity, Publisher
 
 FOUND = Difference("layer", 0.5)
-DIFFERS = Comparison(Verdict.DIFFERS, str(FOUND), "first", FOUND)
+DIFFERS = Comparison(Verdict.DIFFERS, str(FOUND), "first", FOUND, "namespace~1")
 ALL = [b"other's", b"own", b"peer's"]
 UNLIKE = Member("unlike", "host:1", True, DIFFERS)
 
@@ -56,7 +56,7 @@ class Scene:
         self.canary.mirror_changed()
 
     def judged(self, comparison: Comparison = COMPARED) -> None:
-        self.canary.judged(self.namespace.current, self.canary.report(), comparison)
+        self.canary.judged(self.namespace.current, self.canary.report, comparison)
 
     def told(self) -> list[tuple[str, str]]:
         """The events so far, with the peer or donor of each."""
@@ -90,15 +90,15 @@ class TestTrust:
         assert scene.mirror.is_usable("peer") == (verdict is Verdict.COMPARED)
 
     async def test_does_not_come_from_what_was_computed_before_a_reset(self, scene: Scene) -> None:
-        before = scene.canary.report()
+        before = scene.canary.report
         scene.canary.reset()
         scene.canary.judged("namespace", before, COMPARED)
         assert not scene.mirror.is_usable("peer")
-        assert scene.canary.report() == report()
+        assert scene.canary.report == report()
 
     async def test_ends_in_another_namespace(self, scene: Scene) -> None:
         scene.judged()
-        await scene.namespace.part("namespace")
+        await scene.namespace.part("namespace", "namespace~1")
         scene.update(compared("peer"))
         assert not scene.mirror.is_usable("peer")
 
@@ -113,7 +113,7 @@ class TestTrust:
         assert not scene.mirror.is_usable("peer")
         assert not scene.mirror.may_fetch("peer")
         assert scene.mirror.unlike == {"peer"}
-        await scene.namespace.part("namespace")
+        await scene.namespace.part("namespace", "namespace~1")
         scene.update(compared("peer"))
         scene.judged()
         assert scene.mirror.is_usable("peer")
@@ -132,6 +132,12 @@ class TestWhatDiffers:
         assert scene.told() == [("ReplicasDiffer", "first")]
         assert scene.namespace.current == "namespace~1"
         assert (scene.canary.stats.differing, scene.canary.stats.peer) == (1, "first")
+
+    async def test_moves_without_a_word_if_its_like_are_elsewhere(self, scene: Scene) -> None:
+        scene.judged(Comparison(namespace="namespace~2"))
+        await let_others_run()
+        assert (scene.told(), scene.held()) == ([], ALL)
+        assert scene.namespace.current == "namespace~2"
 
     async def test_is_counted_once_although_it_has_left(self, scene: Scene) -> None:
         scene.update(compared("peer"), compared("unlike"))
@@ -169,7 +175,7 @@ class TestAProbe:
 
     def test_that_computed_a_canary_is_to_be_compared(self, scene: Scene) -> None:
         scene.canary.take(Computed("long", sketch()))
-        assert scene.canary.report() == report(short=1.0, long=1.0)
+        assert scene.canary.report == report(short=1.0, long=1.0)
         scene.disk.probed.assert_called_once_with(b"long", sketch())
 
     def test_that_the_engine_did_not_compute_is_counted(self, scene: Scene) -> None:
@@ -284,6 +290,18 @@ class TestReplicas:
                 for replica in (a, b, c, d)
                 for _, text in replica.logged()
             )
+
+    def test_that_come_later_join_those_that_are_there(
+        self, tracker_process: TrackerProcess
+    ) -> None:
+        """Whoever was the first has left, and the others had parted from it."""
+        with computing(tracker_process, b=1.0) as (b,):
+            wait_until(lambda: b.stats()["comparison"]["canaries"] == 1, "b is the first")
+            with computing(tracker_process, c=1.5) as (c,):
+                wait_until(lambda: are_parted((b,), (c,)), "c has left")
+                b.stop()
+                with computing(tracker_process, d=1.5) as (d,):
+                    wait_until(lambda: are_parted((c, d)), "d is where c is")
 
     def test_that_differ_only_deep_in_a_prompt_part_when_they_know_it(
         self, tracker_process: TrackerProcess

@@ -351,7 +351,7 @@ async def test_what_is_being_read_when_an_audit_fails_is_not_used(
         fetch, fetching = replica.begin(keys)
         await replica.until(lambda: replica.disk._readers.waiting == 0)
         replica.disk.distrust(Difference("layer", 1.5))
-        replica.forget_foreign()
+        replica.publisher.forget_foreign()
         answers.set()
         await fetching
         assert (fetch.state, fetch.reason) == (FetchState.ROLLED_BACK, "not held")
@@ -370,7 +370,7 @@ async def test_what_has_just_been_read_when_an_audit_fails_is_not_used(
         async def distrusted(*args: Any) -> PullResult:
             result = await read(*args)
             replica.disk.distrust(Difference("layer", 1.5))
-            replica.forget_foreign()
+            replica.publisher.forget_foreign()
             return result
 
         monkeypatch.setattr(replica.disk, "read", distrusted)

@@ -124,7 +124,7 @@ async def test_a_change_forgets_peers_after_the_session_that_told_of_them() -> N
 
     running = asyncio.create_task(namespace.run_session(session))
     await begun.wait()
-    await namespace.part("own")
+    await namespace.part("own", "own~1")
     assert not mirror.peers
     await running
 
@@ -134,7 +134,7 @@ async def test_the_disk_has_the_store_of_what_engines_with_these_weights_have_in
     disk = NoDisk()
     disk.move = moves.append  # type: ignore[method-assign]
     namespace = make(disk)
-    await namespace.part("own")
+    await namespace.part("own", "own~1")
     await reset(namespace)
     await namespace.rejoin("step 7", resets=1)
     assert moves == ["own", "own", None, "own@step 7"]
@@ -166,10 +166,12 @@ async def test_a_version_that_another_reset_follows_is_not_taken(
 
 
 async def test_vllm_s_names_of_weights_may_be_any_text(namespace: SharedNamespace) -> None:
+    """One with a tilde would be taken for a part of another version's namespace."""
     names = set[str]()
-    for version in ("", "7" * 65, "7" * 66):
+    for version in ("", "7" * 65, "7~1"):
         await reset(namespace)
         assert await namespace.rejoin(version, namespace.announced)
         names.add(namespace.current)
     assert len(names) == 3
+    assert not any("~" in name for name in names)
     assert max(map(len, names)) < 100

@@ -545,12 +545,12 @@ async def test_namespaces_never_see_each_others_keys(peers: Peers) -> None:
 
 async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) -> None:
     a, b = await peers.start("a", K1), await peers.start("b", K2)
-    c = await peers.start("c", K3, namespace="namespace~1")
+    c = await peers.start("c", K3, namespace="other")
     await b.sees(K1, "a")
     await a.sees(K2, "b")
     a.pool.clear()
-    await a.namespace.part("namespace")
-    assert (len(a.mirror), len(a.mirror.peers), a.namespace.current) == (0, 0, "namespace~1")
+    await a.namespace.part("namespace", "other")
+    assert (len(a.mirror), len(a.mirror.peers), a.namespace.current) == (0, 0, "other")
     await b.sees(K1)
     await a.sees(K3, "c")
     a.store(K1)
@@ -561,15 +561,15 @@ async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) ->
 async def test_the_namespace_can_change_while_the_tracker_is_lost(peers: Peers) -> None:
     a = await peers.start("a", K1)
     await peers.lose_tracker()
-    await a.namespace.part("namespace")
+    await a.namespace.part("namespace", "other")
     await peers.new_tracker()
-    b = await peers.start("b", namespace="namespace~1")
+    b = await peers.start("b", namespace="other")
     await b.sees(K1, "a")
 
 
 async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(peers: Peers) -> None:
     a = await peers.start("a")
-    await a.namespace.part("namespace")
+    await a.namespace.part("namespace", "other")
     async with asyncio.timeout(PATIENCE):
         await a.crash()
 

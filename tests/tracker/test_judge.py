@@ -5,7 +5,14 @@ import math
 import pytest
 
 from tests.harness.comparisons import SAMPLES, compared, report, sketch
-from xinference_xavier.protocol.sketches import Difference, Sketch, difference, unpack_canaries
+from xinference_xavier.protocol.sketches import (
+    MAX_CANARIES_BYTES,
+    Difference,
+    Sketch,
+    difference,
+    pack_canaries,
+    unpack_canaries,
+)
 from xinference_xavier.protocol.tracker import (
     NO_CANARIES,
     CanaryReport,
@@ -39,8 +46,8 @@ def bytes_of(*samples: float) -> Sketch:
         (BF16, scaled(1.05), None),
         (BF16, scaled(1.005, "layer 0"), None),
         (ZEROS, ZEROS, None),
-        (BF16, {"layer 0": BF16["layer 0"]}, None),
-        ({"layer 0": BF16["layer 0"]}, BF16, None),
+        (BF16, {"layer 0": BF16["layer 0"]}, ("layer 1", math.inf)),
+        ({"layer 0": BF16["layer 0"]}, BF16, ("layer 1", math.inf)),
         (BF16, scaled(1.5), ("layer 1", 1 / 3)),
         (BF16, scaled(1.02, "layer 0"), ("layer 0", 0.02 / 1.02)),
         (BF16, scaled(-1.0), ("layer 1", 2.0)),
@@ -55,7 +62,7 @@ def bytes_of(*samples: float) -> Sketch:
         "rounding to bfloat16",
         "rounding to float32",
         "zeros",
-        "a layer that the other lacks: its rows may not be stored yet",
+        "a layer that the other lacks",
         "a layer that ours lacks",
         "half as much again",
         "more than rounding to float32",
@@ -74,18 +81,25 @@ def test_a_difference_is_relative_to_the_size_of_the_samples(
     assert found == (expected and (expected[0], pytest.approx(expected[1])))
 
 
+def test_canaries_arrive_as_they_were_packed() -> None:
+    canaries = {"short": BF16, "long": BYTES, "empty": {}}
+    assert unpack_canaries(pack_canaries(canaries)) == canaries
+
+
 @pytest.mark.parametrize(
-    "packed",
+    ("packed", "reason"),
     [
-        b"",
-        b"[]",
-        b'{"short": {"layer": ["float32", [NaN]]}}',
-        b'{"short": {"layer": ["float32", ["1"]]}}',
-        b'{"short": {"layer": ["object", [1.0]]}}',
+        (b"", "malformed canaries"),
+        (b"[]\n", "malformed canaries"),
+        (b'{"short": {"layer": ["object", 1]}}\n' + bytes(4), "malformed canaries"),
+        (b'{"short": {"layer": ["float32", -1]}}\n', "malformed canaries"),
+        (b'{"short": {"layer": ["float32", 2]}}\n' + bytes(4), "4 bytes of 2 samples"),
+        (pack_canaries({"short": {"layer": ("float32", [math.nan])}}), "a sample is not finite"),
+        (bytes(MAX_CANARIES_BYTES + 1), "more than 1048576"),
     ],
 )
-def test_malformed_canaries_are_refused(packed: bytes) -> None:
-    with pytest.raises(ValueError, match="malformed canaries"):
+def test_malformed_canaries_are_refused(packed: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         unpack_canaries(packed)
 
 
@@ -98,44 +112,43 @@ class TestVerdict:
     @pytest.fixture
     def judge(self) -> Judge:
         judge = Judge()
-        assert judge.compare("first", {"short": sketch()}).verdict is Verdict.COMPARED
+        assert judge.compare({"short": sketch()}) == Comparison(Verdict.COMPARED)
+        judge.add("first", {"short": sketch()})
         return judge
 
     def test_the_first_is_what_the_others_are_compared_with(self, judge: Judge) -> None:
-        assert judge.compare("like", {"short": sketch()}) == Comparison(Verdict.COMPARED)
-        assert judge.compare("unlike", {"short": sketch(2.0)}) == FIRST_DIFFERS
-        assert judge.compare("like", {"short": sketch()}) == Comparison(Verdict.COMPARED)
+        judge.add("like", {"short": sketch(1.005)})
+        assert judge.compare({"short": sketch()}) == Comparison(Verdict.COMPARED)
+        assert judge.compare({"short": sketch(2.0)}) == FIRST_DIFFERS
 
     def test_one_that_has_computed_nothing_waits(self, judge: Judge) -> None:
-        assert judge.compare("new", {}) == Comparison(Verdict.WAITING)
+        assert judge.compare({}) == Comparison(Verdict.WAITING)
 
     def test_one_that_cannot_compute_anything_says_why(self, judge: Judge) -> None:
-        assert judge.compare("new", {}, "no queue") == Comparison(Verdict.CANNOT, "no queue")
+        assert judge.compare({}, "no queue") == Comparison(Verdict.CANNOT, "no queue")
 
     def test_each_canary_counts(self, judge: Judge) -> None:
         """Some differ only deep in a prompt."""
-        both = {"short": sketch(), "long": sketch()}
-        assert judge.compare("second", both).verdict is Verdict.COMPARED
-        assert judge.compare("first", {"short": sketch(), "long": sketch(2.0)}) == (
+        judge.add("second", {"short": sketch(), "long": sketch()})
+        assert judge.compare({"short": sketch(), "long": sketch(2.0)}) == (
             FIRST_DIFFERS._replace(peer="second")
         )
 
-    def test_who_differs_sets_no_example(self, judge: Judge) -> None:
-        judge.compare("unlike", {"short": sketch(2.0), "long": sketch(2.0)})
-        both = {"short": sketch(), "long": sketch()}
-        assert judge.compare("like", both).verdict is Verdict.COMPARED
-
-    def test_nobody_is_compared_by_what_others_lack(self, judge: Judge) -> None:
-        """Its rows of the layers that they have may not be stored yet."""
-        other_layers: Sketch = {"layer 9": ("float32", SAMPLES)}
-        assert judge.compare("new", {"short": other_layers}) == Comparison(Verdict.WAITING)
-        assert judge.compare("new", {"other": sketch()}) == Comparison(Verdict.WAITING)
-
-    def test_layers_that_the_first_lacks_are_compared_among_the_others(self, judge: Judge) -> None:
+    def test_nobody_is_compared_by_a_part(self, judge: Judge) -> None:
+        assert judge.compare({"other": sketch()}) == Comparison(Verdict.WAITING)
+        fewer = {"layer 0": sketch()["layer 0"]}
         more = {**sketch(), "layer 9": ("float32", SAMPLES)}
-        less = {**sketch(), "layer 9": ("float32", SAMPLES[::-1])}
-        assert judge.compare("second", {"short": more}).verdict is Verdict.COMPARED
-        assert judge.compare("third", {"short": less}).verdict is Verdict.DIFFERS
+        assert [judge.compare({"short": each}).reason for each in (fewer, more)] == [
+            "layer 1 in type, size or presence",
+            "layer 9 in type, size or presence",
+        ]
+
+    def test_the_example_goes_with_the_last_that_agrees(self, judge: Judge) -> None:
+        judge.add("like", {"short": sketch()})
+        judge.forget("first")
+        assert judge.compare({"short": sketch(2.0)}) == FIRST_DIFFERS
+        judge.forget("like")
+        assert judge.compare({"short": sketch(2.0)}) == Comparison(Verdict.COMPARED)
 
 
 NS = "namespace"
@@ -188,17 +201,6 @@ class TestTracker:
         await self.join(tracker, A)
         assert (await self.members(tracker))["a"] == A
 
-    async def test_the_example_stays_while_the_namespace_has_members(
-        self, tracker: BlockTracker
-    ) -> None:
-        await self.join(tracker, A, report(short=1.0))
-        await self.join(tracker, B, report(short=1.0))
-        await tracker.leave(NS, "a")
-        assert (await self.join(tracker, A, report(short=2.0))).verdict is Verdict.DIFFERS
-        await tracker.leave(NS, "a")
-        await tracker.leave(NS, "b")
-        assert (await self.join(tracker, A, report(short=2.0))).verdict is Verdict.COMPARED
-
     async def test_one_that_differed_is_named_after_it_has_left(
         self, tracker: BlockTracker
     ) -> None:
@@ -231,3 +233,64 @@ class TestTracker:
         assert await tracker.claim(NS, "a", b"key1", 10.0) == 0
         await tracker.compare(NS, "a", report(short=1.0))
         assert await tracker.claim(NS, "a", b"key1", 10.0) == 1
+
+
+class TestSplit:
+    """Replicas that compute different rows are in different namespaces, and each among its like."""
+
+    @pytest.fixture
+    async def tracker(self) -> BlockTracker:
+        return BlockTracker("model")
+
+    async def come(
+        self, tracker: BlockTracker, name: str, canaries: CanaryReport, namespace: str = NS
+    ) -> str:
+        """Join, go where the tracker says, and return that namespace."""
+        while True:
+            member = Member(name, "127.0.0.1:1")
+            reply = await tracker.join(namespace, member, 4, Settings(), report=canaries)
+            if not reply.comparison.namespace:
+                return namespace
+            await tracker.leave(namespace, name, moving=True)
+            namespace = reply.comparison.namespace
+
+    async def test_each_finds_its_like(self, tracker: BlockTracker) -> None:
+        found = [
+            await self.come(tracker, name, report(short=factor))
+            for name, factor in zip("abcdef", (1.0, 2.0, 4.0, 2.0, 1.0, 4.0), strict=True)
+        ]
+        assert found == [NS, f"{NS}~1", f"{NS}~2", f"{NS}~1", NS, f"{NS}~2"]
+
+    async def test_who_comes_joins_those_that_are_there(self, tracker: BlockTracker) -> None:
+        """The first, from which they have parted, has left."""
+        assert await self.come(tracker, "first", report(short=1.0)) == NS
+        assert await self.come(tracker, "b", report(short=2.0)) == f"{NS}~1"
+        await tracker.leave(NS, "first")
+        assert await self.come(tracker, "c", NO_CANARIES) == f"{NS}~1"
+        assert await self.come(tracker, "d", report(short=2.0)) == f"{NS}~1"
+        assert await self.come(tracker, "e", report(short=1.0)) == NS
+
+    async def test_before_it_is_compared_it_is_with_the_most(self, tracker: BlockTracker) -> None:
+        for name, factor in zip("abc", (1.0, 2.0, 2.0), strict=True):
+            await self.come(tracker, name, report(short=factor))
+        assert await self.come(tracker, "new", NO_CANARIES) == f"{NS}~1"
+
+    async def test_who_has_waited_alone_goes_to_its_like(self, tracker: BlockTracker) -> None:
+        await self.come(tracker, "first", report(short=1.0))
+        await tracker.join(NS, A, 4, Settings())
+        assert await self.come(tracker, "b", report(short=2.0)) == f"{NS}~1"
+        await tracker.leave(NS, "first")
+        found = await tracker.compare(NS, "a", report(short=2.0))
+        assert found == Comparison(namespace=f"{NS}~1")
+
+    async def test_two_namespaces_that_compute_the_same_become_one(
+        self, tracker: BlockTracker
+    ) -> None:
+        """A tracker that was lost knows the replicas as they come back."""
+        assert await self.come(tracker, "b", report(short=1.0), f"{NS}~1") == f"{NS}~1"
+        assert await self.come(tracker, "a", report(short=1.0), NS) == f"{NS}~1"
+
+    async def test_other_weights_are_not_asked(self, tracker: BlockTracker) -> None:
+        assert await self.come(tracker, "a", report(short=1.0), f"{NS}@1") == f"{NS}@1"
+        assert await self.come(tracker, "b", report(short=1.0), f"{NS}@2") == f"{NS}@2"
+        assert await self.come(tracker, "c", report(short=1.0)) == NS

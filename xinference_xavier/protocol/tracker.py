@@ -20,7 +20,9 @@ from xinference_xavier.options import Routing
 from xinference_xavier.protocol.sketches import Difference, pack_canaries
 from xinference_xavier.runtime.validate import check_json_size, first_reason
 
-PROTOCOL_VERSION = 8  # raised with every change of the messages
+PROTOCOL_VERSION = 9  # raised with every change of the messages
+SPLIT = "~"
+"""Stands between a namespace and the number of one that split from it."""
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
 MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
@@ -58,13 +60,15 @@ class Verdict(enum.Enum):
 class Comparison(NamedTuple):
     """How a replica's canaries compare with those of the first member that computed them.
 
-    If it DIFFERS, `peer` is that first one's incarnation. `reason` says why it CANNOT, too.
+    If it DIFFERS, `peer` is that first one's incarnation. `reason` says why it CANNOT, too. If
+    those that compute the same are in another `namespace`, the replica is to move there.
     """
 
     verdict: Verdict = Verdict.WAITING
     reason: str = ""
     peer: str = ""
     difference: Difference | None = None
+    namespace: str = ""
 
 
 class CanaryReport(NamedTuple):

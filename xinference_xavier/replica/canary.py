@@ -5,9 +5,8 @@ only between replicas that compute the same. Each engine computes canaries at it
 chunk, and later a long one. Its replica hands their sketches to the tracker, which compares them
 with those of the first in the namespace.
 
-A replica that differs moves to the next namespace, where it is compared with whoever is there. So
-replicas that compute alike find each other. One whose engine cannot compute a canary shares
-nothing, and says why.
+A replica that differs moves to the namespace of those that compute the same, which the tracker
+names. One whose engine cannot compute a canary shares nothing, and says why.
 
 Threading: the replica's background loop.
 """
@@ -27,8 +26,7 @@ from xinference_xavier.stats.schema import ComparisonStats
 
 
 class Computed(NamedTuple):
-    """The engine has computed a canary, or some of its KV-cache groups. `name` is the same in all
-    engines."""
+    """The engine has computed a canary. `name` is the same in all engines."""
 
     name: str
     sketch: Sketch
@@ -62,9 +60,10 @@ class Canary:
         *,
         cannot: str = "",
     ) -> None:
-        self.cannot = cannot
+        self.report = CanaryReport(cannot=cannot)
+        """What the tracker is to compare."""
         self.changed = asyncio.Event()
-        """Set when there is more to compare than in the latest report."""
+        """Set when the report has more than when it was last sent."""
         self.stats = ComparisonStats()
         self._mirror = mirror
         self._namespace = namespace
@@ -91,14 +90,18 @@ class Canary:
                     self._audit_failed(donor, found)
 
     def computed(self, name: str, sketch: Sketch) -> None:
-        self._sketches[name] = {**self._sketches.get(name, {}), **sketch}
-        self.stats.canaries = len(self._sketches)
+        self._sketches[name] = sketch
+        self._pack()
         self.changed.set()
 
     def reset(self) -> None:
         """The engine's weights may have changed: forget what it computed."""
         self._sketches.clear()
-        self.stats.canaries = 0
+        self._pack()
+
+    def _pack(self) -> None:
+        self.report = self.report._replace(packed=pack_canaries(self._sketches))
+        self.stats.canaries = len(self._sketches)
 
     def _audit_failed(self, donor: str | None, found: Difference) -> None:
         """Fetch no more from there, and drop what was fetched from anywhere; all rows if they were
@@ -116,25 +119,21 @@ class Canary:
 
     # -- what the tracker says ----------------------------------------------------------------
 
-    def report(self) -> CanaryReport:
-        """What the tracker is to compare."""
-        self.changed.clear()
-        return CanaryReport(pack_canaries(self._sketches), self.cannot)
-
     def judged(self, namespace: str, report: CanaryReport, found: Comparison) -> None:
         """What the tracker found about our `report`."""
-        if report.packed != pack_canaries(self._sketches):  # a reset came in between
+        if report is not self.report:  # a reset may have come in between
             return
         self._mirror.set_compared(found.verdict is Verdict.COMPARED)
         self.stats.compared = len(self._mirror.trusted)
-        if found.difference is not None:
-            spawn(self._leave(namespace, found.peer, found.difference))
+        if found.namespace:
+            spawn(self._leave(namespace, found))
 
-    async def _leave(self, namespace: str, peer: str, found: Difference) -> None:
+    async def _leave(self, namespace: str, found: Comparison) -> None:
         if namespace == self._namespace.current:
-            self._events.differs(peer, found)
-            self._note(peer, found)
-            await self._namespace.part(namespace)
+            if found.difference is not None:
+                self._events.differs(found.peer, found.difference)
+                self._note(found.peer, found.difference)
+            await self._namespace.part(namespace, found.namespace)
 
     def mirror_changed(self) -> None:
         """The mirror has applied an update."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from xinference_xavier.mirror import Mirror
-from xinference_xavier.protocol.tracker import MAX_WEIGHTS_VERSION
+from xinference_xavier.protocol.tracker import MAX_WEIGHTS_VERSION, SPLIT
 from xinference_xavier.replica.disk import Disk
 
 
@@ -20,7 +20,7 @@ class SharedNamespace:
 
     def __init__(self, own: str, mirror: Mirror, disk: Disk) -> None:
         self.current = own
-        self._own = self._base = own
+        self._own = own
         self.lasting: str | None = own
         """What engines with these weights have in common, also after a restart. None since a reset,
         until an operator sets the weights version."""
@@ -30,9 +30,6 @@ class SharedNamespace:
         self._moving = asyncio.Lock()
         self.announced = 0  # resets
         self._done = 0
-        self.parts = 0
-        """How often we have left peers that compute different rows, since the last reset."""
-
         disk.move(own)
 
     @property
@@ -54,7 +51,7 @@ class SharedNamespace:
             announced = self.announced
             if self._done < announced:
                 self.lasting = None
-                await self._begin(f"{self._own}+{secrets.token_hex(8)}")
+                await self._change(f"{self._own}+{secrets.token_hex(8)}")
                 self._done = announced
 
     async def rejoin(self, version: str, resets: int) -> bool:
@@ -64,20 +61,18 @@ class SharedNamespace:
         async with self._moving:
             if self.lasting is not None or self.announced != resets:
                 return False
-            if not 0 < len(version) <= MAX_WEIGHTS_VERSION:  # vLLM takes any text
+            # vLLM takes any text.
+            if not 0 < len(version) <= MAX_WEIGHTS_VERSION or SPLIT in version:
                 version = hashlib.sha256(version.encode()).hexdigest()
             self.lasting = f"{self._own}@{version}"
-            await self._begin(self.lasting)
+            await self._change(self.lasting)
             return True
 
-    async def part(self, namespace: str) -> None:
-        """Leave peers that compute different rows in `namespace`, unless that is done: move to the
-        next one of a series."""
+    async def part(self, namespace: str, to: str) -> None:
+        """Leave `namespace`, unless that is done: those that compute the same are in another."""
         async with self._moving:
-            if namespace != self.current:
-                return
-            self.parts += 1
-            await self._change(f"{self._base}~{self.parts}")
+            if namespace == self.current:
+                await self._change(to)
 
     async def run_session(self, session: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         """Run `session` in the current namespace until it ends, or we change to another one."""
@@ -91,10 +86,6 @@ class SharedNamespace:
         if self._session is not None and not self._session.done():
             self._session.cancel()
             await asyncio.wait({self._session})
-
-    async def _begin(self, namespace: str) -> None:
-        self._base, self.parts = namespace, 0
-        await self._change(namespace)
 
     async def _change(self, namespace: str) -> None:
         self.current = namespace

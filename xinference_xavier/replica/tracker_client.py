@@ -225,7 +225,8 @@ class TrackerClient:
         address = await within(3 * CALL_DEADLINE, self._location.find())
         uid = tracker_uid(self._own.model_uid)
         self._tracker = await within(CALL_DEADLINE, xoscar.actor_ref(address=address, uid=uid))
-        settings, report = self._mirror.settings, self._canary.report()
+        settings, report = self._mirror.settings, self._canary.report
+        self._canary.changed.clear()
         call = self._tracker.join(
             namespace,
             member,
@@ -280,7 +281,8 @@ class TrackerClient:
     async def _compare(self, namespace: str) -> None:
         while True:
             await self._canary.changed.wait()
-            report = self._canary.report()
+            self._canary.changed.clear()
+            report = self._canary.report
             found: Comparison = await self._call(namespace, "compare", report)
             self._canary.judged(namespace, report, found)
 

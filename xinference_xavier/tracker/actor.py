@@ -190,9 +190,8 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         return JoinReply(self._secret, self._lease, index.epoch, sequence, comparison)
 
     async def compare(self, namespace: str, incarnation: str, report: CanaryReport) -> Comparison:
-        """Compare what `incarnation` has computed with what the first in its namespace has. Raises
-        NotMemberError."""
-        return self._namespaces.find_member(namespace, incarnation).compare(incarnation, report)
+        """See `Namespaces.compare`."""
+        return self._namespaces.compare(namespace, incarnation, report)
 
     async def heartbeat(
         self,

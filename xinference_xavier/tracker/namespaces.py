@@ -9,13 +9,15 @@ and are sent together: sending an update costs the tracker far more than the key
 
 import asyncio
 import contextlib
-from collections.abc import Callable, ItemsView, Iterator
+from collections.abc import Callable, ItemsView, Iterator, Mapping
+from itertools import chain, count
 from typing import Any
 
 from xinference_xavier.limits import LIMIT
-from xinference_xavier.protocol.sketches import unpack_canaries
+from xinference_xavier.protocol.sketches import Canaries, unpack_canaries
 from xinference_xavier.protocol.tracker import (
     NO_CANARIES,
+    SPLIT,
     CanaryReport,
     Comparison,
     Member,
@@ -118,13 +120,6 @@ class Namespace:
         self.wake()
         return outcome
 
-    def compare(self, incarnation: str, report: CanaryReport) -> Comparison:
-        """Raises ValueError for malformed canaries."""
-        found = self.judge.compare(incarnation, unpack_canaries(report.packed), report.cannot)
-        self.index.judge(incarnation, found)
-        self.wake()
-        return found
-
     def claim(self, incarnation: str, packed: bytes, now: float, seconds: float) -> int:
         """Nobody waits for a replica of which nothing can be fetched, nor does that one wait."""
         keys = unpack(packed, self.index.key_bytes)
@@ -136,8 +131,9 @@ class Namespace:
         self.claims.release(incarnation, unpack(packed, self.index.key_bytes))
 
     def forget(self, incarnation: str) -> None:
-        """Drop the stats and claims of a former member."""
+        """Drop the stats and claims of a former member, and what it computed."""
         self.stats.pop(incarnation, None)
+        self.judge.forget(incarnation)
         self.claims.forget(incarnation)
 
     def wake(self) -> None:
@@ -206,12 +202,49 @@ class Namespaces:
                 f"{self._model_uid!r}; launch a second model uid"
             )
         namespace.index.join(member, key_bytes, now)  # first: who is refused sets no example
-        found = namespace.judge.compare(member.incarnation, canaries, report.cannot)
-        namespace.index.judge(member.incarnation, found)
         self._all[name] = namespace
-        namespace.wake()
+        self._compare(name, member.incarnation, canaries, report.cannot)
         self._moving.pop(member.incarnation, None)
         return namespace.index
+
+    def compare(self, name: str, incarnation: str, report: CanaryReport) -> Comparison:
+        """Compare what a member has computed with what the others have. Raises NotMemberError, and
+        ValueError for malformed canaries."""
+        self.find_member(name, incarnation)
+        return self._compare(name, incarnation, unpack_canaries(report.packed), report.cannot)
+
+    def _compare(self, name: str, incarnation: str, canaries: Canaries, cannot: str) -> Comparison:
+        namespace = self._all[name]
+        namespace.judge.forget(incarnation)
+        base = name.partition(SPLIT)[0]
+        found = {
+            other: each.judge.compare(canaries, cannot)
+            for other, each in self._all.items()
+            if other.partition(SPLIT)[0] == base
+        }
+        comparison, home = found[name], self._home(name, found)
+        if home != name:
+            differs = comparison.verdict is Verdict.DIFFERS
+            comparison = (comparison if differs else Comparison())._replace(namespace=home)
+        elif comparison.verdict is Verdict.COMPARED:
+            namespace.judge.add(incarnation, canaries)
+        namespace.index.judge(incarnation, comparison)
+        namespace.wake()
+        return comparison
+
+    def _home(self, name: str, found: Mapping[str, Comparison]) -> str:
+        """Where a member of `name` belongs: among the namespaces that split from one, and what was
+        `found` there, the one in which most compute the same, or a new one."""
+        alike = {
+            other: len(self._all[other].judge.alike)
+            for other, comparison in found.items()
+            if comparison.verdict is not Verdict.DIFFERS
+        }
+        if alike:
+            return max(alike, key=lambda other: (alike[other], other == name))
+        base = name.partition(SPLIT)[0]
+        names = chain([base], (f"{base}{SPLIT}{number}" for number in count(1)))
+        return next(other for other in names if other not in self._all)
 
     def leave(self, name: str, incarnation: str, moving: bool, now: float) -> None:
         namespace = self.find(name)
