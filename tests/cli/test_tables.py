@@ -81,6 +81,7 @@ def test_each_replica_has_a_line_and_the_last_line_sums_them() -> None:
     assert cells(text, "m-1") == [*figures, "12", "-"]
     assert cells(text, "all") == [*figures, "24"]
     assert "m, sharing on" in text
+    assert " all " not in shown(model_table(model(replica("m-0"))))
 
 
 def test_a_replica_that_drains_has_its_requests_beside_it() -> None:
@@ -88,10 +89,6 @@ def test_a_replica_that_drains_has_its_requests_beside_it() -> None:
     routed = {"mode": "auto", "loads": {"m-0": {"requests": 3}}}
     assert "m-0 (draining, 3 requests left)" in shown(model_table(model(drains, routing=routed)))
     assert "m-0 (draining, ? requests left)" in shown(model_table(model(drains)))
-
-
-def test_one_replica_has_no_sum() -> None:
-    assert " all " not in shown(model_table(model(replica("m-0"))))
 
 
 def test_a_replica_that_does_not_answer_is_marked() -> None:
@@ -125,8 +122,8 @@ def test_remarks_below_the_figures(status: ModelStatus, remark: str) -> None:
 
 
 def test_routing_has_a_line() -> None:
-    counts = {"mode": "auto", "replicas": {"m-1": 1200, "m-0": 7}, "unrouted": 3}
-    sentence = "Routing auto: 7 requests to m-0, 1,200 requests to m-1, 3 in turn."
+    counts = {"mode": "auto", "replicas": {"m-1": 1200, "m-0": 7}}
+    sentence = "Routing auto: 7 requests to m-0, 1,200 requests to m-1."
     assert sentence in shown(model_table(model(replica("m-0"), routing=counts)))
     idle = shown(model_table(model(replica("m-0"), routing={"mode": "off"})))
     assert "Routing off: no requests yet." in idle

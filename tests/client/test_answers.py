@@ -66,6 +66,13 @@ def test_so_is_an_answer_of_many(
                 next(look(client))
 
 
+def test_explain_takes_one_question() -> None:
+    with XavierClient("http://127.0.0.1:1") as client:
+        for wrong in ({}, {"prompt": "1", "messages": []}):
+            with pytest.raises(ValueError, match="either a prompt or messages"):
+                client.explain("m", **wrong)
+
+
 @pytest.mark.parametrize("name", ["a/b", ".", ".."])
 def test_a_name_that_no_route_has_is_not_found(name: str) -> None:
     """Nobody is asked: clients and proxies make another path of it."""

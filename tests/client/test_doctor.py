@@ -61,18 +61,6 @@ def test_nothing_is_wrong_with_a_healthy_pair(pair: Pair) -> None:
     wait_until(lambda: pair.second.transfer_stats()["links"] == 2, "the links it tried stay open")
 
 
-def test_the_output_for_people_names_the_remedy(pair: Pair) -> None:
-    with XavierClient(pair.api.endpoint) as client:
-        client.switch(MODEL, False)
-        try:
-            answer = CliRunner().invoke(main, ["doctor", "-e", pair.api.endpoint])
-        finally:
-            client.switch(MODEL, True)
-    assert answer.exit_code == 1
-    assert "✗ model model: sharing is switched off" in answer.output
-    assert "remedy: xinference-xavier switch model on" in answer.output
-
-
 # -- processes -------------------------------------------------------------------------------
 
 

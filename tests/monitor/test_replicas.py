@@ -4,12 +4,19 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.harness.api import Pair
 from tests.harness.replicas import DEADLINE, ReplicaProcess, fresh_keys, replicas, wait_until
-from tests.monitor.scene import HITS, IDLE, ROW_BYTES, Scene, Scraped
+from tests.monitor.scene import ROW_BYTES, Scene, Scraped
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.stats.schema import FetchSeconds
 
 pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def scene(pair: Pair) -> Scene:
+    return Scene(*pair)
+
 
 WORKS = "INFO sharing works: incarnation=second peers=1"
 
@@ -51,32 +58,6 @@ def test_a_fetch_that_was_rolled_back_is_seen(scene: Scene) -> None:
     before = scene.scrape()("fetches_total", **labels)
     assert scene.fail_to_fetch().reason == "not held"
     until(scene, lambda now: now("fetches_total", **labels) == before + 1, "it is counted")
-
-
-def test_what_the_engine_counts(scene: Scene) -> None:
-    found = until(scene, lambda now: now("requests_total") == 20, "both have reported")
-    for source, tokens in HITS.items():
-        assert found("prompt_tokens_total", replica_index="first", source=source) == tokens
-    labels = {"replica_index": "first", "source": "remote"}
-    assert found("time_to_first_token_seconds_sum", **labels) == 1.5
-    assert found("time_to_first_token_seconds_bucket", **labels, le="2.0") == 1
-    assert found("prefill_tokens_per_second", replica_index="second") == 1000
-    assert found("saved_seconds") == 1
-    assert found("sharing", reason="") == found("replicas") == 2
-    rows = scene.donor.counts().rows
-    assert found("pool_bytes", replica_index="first") == rows * ROW_BYTES
-
-
-def test_the_loads_of_the_replicas_are_seen(scene: Scene) -> None:
-    for number, replica in enumerate((scene.donor, scene.consumer)):
-        replica.report_load(IDLE._replace(prefill_s=3600.0 * number))
-    found = until(scene, lambda now: now("routable_replicas") == 2, "both have reported")
-    assert found("routing", model_uid="model", mode="auto") == 1
-    assert found("prefill_backlog_seconds", replica_index="first") == 0
-    assert 3000 < found("prefill_backlog_seconds", replica_index="second") <= 3600
-    assert found.has("routed_requests_total", replica_index="first")
-    for replica in (scene.donor, scene.consumer):
-        replica.report_load(None)
 
 
 def test_every_api_process_gives_the_same_answer(scene: Scene) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +10,17 @@ import httpx
 import pytest
 import xoscar as xo
 from fastapi import HTTPException, Request
-from fastapi.security import SecurityScopes
 
 from tests.serving.supervisors import KEY_BYTES, Supervisor, api_context, gateway_to, join
-from tests.tracker_pools import create_tracker
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving import api as module
-from xinference_xavier.serving.answers import MODEL, answered_for, model_access
+from xinference_xavier.serving.answers import answered_for, model_access
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import FirstTokens, ReplicaStats
-from xinference_xavier.tracker.keeper import Keeper
 
 HITS = {"prefix_cache": 1, "local_pool": 20, "disk": 5, "remote": 300, "computed": 4000}
 WAITS, BOTH_WAITS = FirstTokens(), FirstTokens()
@@ -78,8 +74,8 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
         }
 
 
-def client_of(supervisor: Any, service: Any = None) -> httpx.AsyncClient:
-    context, trackers = api_context(service), gateway_to(supervisor)
+def client_of(supervisor: Any) -> httpx.AsyncClient:
+    context, trackers = api_context(), gateway_to(supervisor)
     add_routes(context, trackers)
     context.app.include_router(context.router)
     transport = httpx.ASGITransport(context.app)
@@ -196,24 +192,11 @@ async def test_what_is_no_number_of_an_event_is_refused(model: Model, after: str
     assert answer.json()["detail"].startswith(f"after='{after}': Input should be")
 
 
-async def test_samples_of_the_last_hour(model: Model) -> None:
-    answer = (await model.client.get(f"{URL}/history")).json()
-    assert answer.keys() == {"interval_s", "samples"}
-
-
 async def test_a_replica_that_does_not_answer_is_marked(model: Model) -> None:
     await model.add("silent", silent=True)
     (replica,) = (await model.get())["replicas"]
     assert replica["stale"] is True
     assert replica["hits"] == dict.fromkeys(HITS, 0)
-
-
-async def test_switching_off_and_on(model: Model) -> None:
-    for wanted in (False, True):
-        answer = await model.change(enabled=wanted)
-        assert answer["enabled"] is wanted
-        assert answer == await model.get()
-        assert (await model.tracker.status())["enabled"] is wanted
 
 
 async def test_changing_how_requests_are_routed(model: Model) -> None:
@@ -272,12 +255,6 @@ async def test_the_api_describes_every_field_of_a_body(client: httpx.AsyncClient
     assert ours.keys() == {"Change", "Question", "Weights"}
     fields = [(name, *each) for name, kind in ours.items() for each in kind["properties"].items()]
     assert [f"{name}.{field}" for name, field, what in fields if "description" not in what] == []
-
-
-async def test_the_cluster_for_doctor(model: Model) -> None:
-    await model.add("a")
-    answer = (await model.client.get("/v1/cluster/xavier")).json()
-    assert answer["models"]["m"]["report"]["replicas"][0]["incarnation"] == "a"
 
 
 async def test_all_models_at_once(model: Model) -> None:
@@ -352,47 +329,6 @@ async def test_other_errors_pass() -> None:
 
     with pytest.raises(KeyError):
         await answered_for("m", fails())
-
-
-class Keys:
-    """Lets everybody in. A key for another model is "elsewhere"."""
-
-    async def __call__(
-        self, request: Request, security_scopes: SecurityScopes, token: str | None = None
-    ) -> None:
-        pass
-
-    def validate_model_access(self, token: str, model_uid: str, kind: str) -> bool:
-        return token != "elsewhere"
-
-    def validate_api_key(self, key: str) -> None:
-        """No key may change anything."""
-
-
-REPORTS = {
-    "GET /v1/xavier": None,
-    f"GET {MODEL}": None,
-    f"PATCH {MODEL}": {"enabled": True},
-    f"PUT {MODEL}/weights": {"version": "2"},
-    f"POST {MODEL}/flush": None,
-}
-"""Routes that answer with reports, and bodies."""
-
-
-async def test_only_those_who_may_ask_a_model_see_its_names(
-    supervisor: Any, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = {"prefixes": [GUIDE], "prefix_states": {"kept": 1}}
-    monkeypatch.setattr(Keeper, "status", lambda keeper: named)
-    await create_tracker(address, "m", home=tmp_path)
-    async with client_of(supervisor, service=Keys()) as client:
-        for route, body in {**REPORTS, "GET /v1/cluster/xavier": None}.items():
-            method, path = route.format(model_uid="m").split()
-            for key in ("here", "elsewhere"):
-                headers = {"authorization": f"Bearer {key}"}
-                answer = await client.request(method, path, json=body, headers=headers)
-                assert ("guide" in answer.text) == (key == "here" and route in REPORTS), route
-                assert '"kept":1' in answer.text
 
 
 class Key(SimpleNamespace):

@@ -249,26 +249,14 @@ def test_why_a_replica_does_not_share(reason: str) -> None:
     assert value(found, "sharing", replica_index="1", reason="") == 1
 
 
-def test_figures_of_the_model() -> None:
-    found = scraped(
-        [member("m-rep0", stats()), member("m-rep1", stats())], [member("m-rep2", stats())]
-    )
-    assert value(found, "replicas", model_uid="m") == 3
-    assert value(found, "namespaces") == 2
-    assert value(found, "enabled") == value(found, "tracker_up") == 1
-    assert value(scraped([], enabled=False), "enabled") == 0
-
-
 @pytest.mark.parametrize(("mode", "routes"), [("auto", 1), ("backlog", 1), ("off", 0), ("", 0)])
-def test_how_requests_are_routed(mode: str, routes: int) -> None:
-    found = samples({"m": report(status_of()) | {"routing": {"mode": mode}}}, up=True)
+def test_figures_of_a_model_without_loads(mode: str, routes: int) -> None:
+    namespaces = [[member(f"m-rep{number}", stats())] for number in range(2)]
+    status = status_of(*namespaces, enabled=False)
+    found = samples({"m": report(status) | {"routing": {"mode": mode}}}, up=True)
+    assert value(found, "replicas", model_uid="m") == value(found, "namespaces") == 2
+    assert value(found, "enabled") == value(found, "routable_replicas") == 0
     assert value(found, "routing", model_uid="m", mode=mode) == routes
-
-
-def test_a_process_that_hears_from_no_replica_routes_nothing() -> None:
-    found = scraped([member("m-rep0", stats())])
-    assert value(found, "routable_replicas", model_uid="m") == 0
-    assert value(found, "routing", mode="") == 0
 
 
 def test_a_tracker_that_does_not_answer_has_no_other_series() -> None:
@@ -289,16 +277,12 @@ def test_a_replica_without_a_report_has_no_zeros() -> None:
 
 def test_a_restarted_replica_replaces_its_earlier_incarnation() -> None:
     """The lease of the earlier one has not ended yet."""
-    before = member("m-rep0", stats(stale=True, requests=9), incarnation="a")
-    now = member("m-rep0", stats(requests=1), incarnation="b")
-    found = scraped([before, now])
+    before = [member("m-rep0", stats(stale=True, requests=9), incarnation=name) for name in "ab"]
+    assert replicas_of(scraped(before)) == ["0"]
+    now = member("m-rep0", stats(requests=1), incarnation="c")
+    found = scraped([*before, now])
     assert replicas_of(found) == ["0"]
     assert value(found, "requests_total") == 1
-
-
-def test_of_several_silent_incarnations_one_is_shown() -> None:
-    gone = [member("m-rep0", stats(stale=True), incarnation=name) for name in ("a", "b")]
-    assert replicas_of(scraped(gone)) == ["0"]
 
 
 def test_engines_that_were_given_one_name_are_told_apart() -> None:
@@ -351,21 +335,15 @@ def test_a_peer_cannot_invent_values_of_labels() -> None:
     figures["reasons"] = {f"because {number}": 1 for number in range(1000)}
     by_transport = {f"transport {number} {'x' * 1000}": figures for number in range(1000)}
     made_up = stats(fetches={"by_transport": by_transport}, not_sharing="I like it")
-    found = scraped([member("m-rep0", made_up)])
+    versions = [f"{number}{'x' * 1000}" for number in range(1000)]
+    others = [member(f"m-rep{each[:9]}", {"vllm": each}) for each in versions]
+    found = scraped([member("m-rep0", made_up), *others])
     assert {labels["reason"] for labels, _ in found["sharing"]} == {"other"}
     reasons = {labels["reason"] for labels, _ in found["fetches_total"]}
     assert reasons == {"", "other"}
-    transports = {labels["transport"] for labels, _ in found["fetches_total"]}
-    assert len(transports) == 8
-    assert max(map(len, transports)) == 64
-
-
-def test_a_peer_cannot_invent_versions() -> None:
-    made_up = [f"{number}{'x' * 1000}" for number in range(1000)]
-    found = scraped([member(f"m-rep{each[:9]}", stats(vllm=each)) for each in made_up])
-    shown = [labels["vllm"] for labels, _ in found["build_info"]]
-    assert len(shown) == 8
-    assert max(map(len, shown)) == 64
+    for name, label in (("fetches_total", "transport"), ("build_info", "vllm")):
+        shown = {labels[label] for labels, _ in found[name]}
+        assert (len(shown), max(map(len, shown))) == (8, 64), name
 
 
 def test_the_most_series_that_a_replica_can_have() -> None:

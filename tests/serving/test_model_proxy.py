@@ -31,12 +31,6 @@ class Model:
         return {"messages": messages, "generate_config": config}
 
 
-async def test_a_prompt_goes_before_the_prompt() -> None:
-    model = ModelProxy(Model(), NamedPrefix("story", PROMPT))
-    asked = await model.generate(", there", {"n": 1}, request_id="r")
-    assert asked == ("Once upon a time, there", {"n": 1}, {"request_id": "r"})
-
-
 async def test_messages_go_before_the_messages_and_tools_before_the_tools() -> None:
     model = ModelProxy(Model(), NamedPrefix("guide", CHAT))
     asked = await model.chat([HELLO], {"tools": [{"name": "go"}]}, request_id="r")

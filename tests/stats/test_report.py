@@ -21,7 +21,7 @@ from xinference_xavier.stats.report import (
     read,
     report,
 )
-from xinference_xavier.stats.schema import FirstTokens, Hits
+from xinference_xavier.stats.schema import FirstTokens
 from xinference_xavier.tracker.actor import BlockTracker
 
 
@@ -79,18 +79,6 @@ def test_sums() -> None:
     assert total == Inner(3, {"x": 3, "1": 1, "2": 1})
 
 
-def test_sums_of_histograms() -> None:
-    total = FirstTokens()
-    for seconds in (1.5, 3.0, 3.5):
-        part = FirstTokens()
-        part.remote.observe(seconds)
-        add(total, part)
-    assert total.remote.sum == 8.0
-    buckets = zip(total.remote.bounds, total.remote.counts, strict=False)
-    assert {bound: count for bound, count in buckets if count} == {2.0: 1, 5.0: 2}
-    assert total.computed == FirstTokens().computed
-
-
 # -- reports ----------------------------------------------------------------------------------
 
 
@@ -120,25 +108,6 @@ def test_replicas_of_all_namespaces_in_the_order_of_their_names() -> None:
         ("m-3", "o"),
         ("m-10", "n"),
     ]
-
-
-def test_a_peer_breaks_neither_the_sums_nor_the_page() -> None:
-    """Its report has the schema's shape, whatever it sent."""
-    buckets = {"remote": {"counts": [1], "sum": 1.0}, "computed": {"counts": ["a"] * 15}}
-    broken = entry(
-        "m-0", hits="many", fetches=[1], pool=None, requests=-5, colour="red", first_tokens=buckets
-    )
-    waits = FirstTokens()
-    waits.remote.observe(1.0)
-    good = entry("m-1", hits={"remote": 3}, requests=2, first_tokens=asdict(waits))
-    namespaces = {"n": {"replicas": [broken, good]}}
-    reported = report({"model_uid": "m", "enabled": True, "namespaces": namespaces})
-    first = reported["replicas"][0]
-    assert first["hits"] == asdict(Hits())
-    assert (first["fetches"]["rolled_back"], first["pool"]["rows"]) == ({}, 0)
-    assert first["colour"] == "red", "a newer replica's field"
-    assert (reported["totals"]["hits"]["remote"], reported["totals"]["requests"]) == (3, 2)
-    assert reported["totals"]["first_tokens"] == asdict(waits)
 
 
 # -- history ----------------------------------------------------------------------------------

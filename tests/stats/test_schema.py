@@ -219,10 +219,3 @@ def test_every_reason_of_a_choice_is_known() -> None:
     texts = {each.value for value in returned if value for each in ast.walk(value)
              if isinstance(each, ast.Constant) and isinstance(each.value, str)}  # fmt: skip
     assert texts == set(CHOICES)
-
-
-def test_a_client_reads_what_a_router_reports() -> None:
-    stats = RoutingStats(mode="auto", loads={"m-0": KnownLoad(1.5, 3, False)}, waiting=2)
-    stats.sent("fetch", "m-0")
-    stats.answered("fetch", 1.0, 3.0)
-    assert read(ModelStatus, STATUS | {"routing": asdict(stats)}).routing == stats

@@ -87,14 +87,6 @@ def in_turn(asked: Answer) -> bool:
     return asked.status == 200 and not asked.replica
 
 
-@in_world("m-0", "m-1", routing="off")
-async def test_nothing_is_routed_while_it_is_off(world: World) -> None:
-    assert in_turn(await world.answer(stream=False))
-    world.configure(routing="auto")
-    await asyncio.sleep(0.1)
-    assert not in_turn(await world.answer())
-
-
 @in_world("m-0", "m-1")
 async def test_a_replica_without_a_lease_or_that_drains_gets_nothing(world: World) -> None:
     world.replicas["m-0"].drain()

@@ -52,30 +52,6 @@ async def test_beyond_its_bound_the_queue_refuses(world: World) -> None:
 
 
 @in_world("m-0", request_limit=1)
-async def test_nobody_waits_for_ever(world: World) -> None:
-    world.replicas["m-0"].hangs = True
-    first = world.ask("first", stream=False)
-    await asyncio.sleep(0.1)
-    second = await world.answer("second")
-    assert (second.status, second.last) == (429, second.asked + 30.0)
-    first.leave()
-    world.replicas["m-0"].die()
-    await world.done()
-
-
-@in_world("m-0", request_limit=1)
-async def test_a_client_that_goes_leaves_the_queue(world: World) -> None:
-    world.ask("first", **LONG)
-    await asyncio.sleep(0.01)
-    second, third = world.ask("second", **LONG), world.ask("third", **LONG)
-    await asyncio.sleep(0.01)
-    second.leave()
-    await world.done()
-    assert third.status == 200
-    assert len(world.replicas["m-0"].asked) == 2
-
-
-@in_world("m-0", request_limit=1)
 async def test_who_waits_goes_in_turn_once_no_replica_works(world: World) -> None:
     first = world.ask("first", **LONG)
     await asyncio.sleep(0.01)
@@ -96,22 +72,6 @@ async def test_a_request_that_two_replicas_refuse_goes_to_the_third(world: World
         asked = await world.answer(f"{number}")
         assert (asked.status, asked.replica) == (200, "m-2"), number
         await asyncio.sleep(0.3)
-
-
-@in_world("m-0", "m-1")
-async def test_a_request_that_all_refuse_waits_until_one_has_a_place(world: World) -> None:
-    for replica in world.replicas.values():
-        replica.limit = 0
-    asked = world.ask("hi")
-    await asyncio.sleep(5.0)
-    world.replicas["m-1"].limit = 1
-    await world.done()
-    assert (asked.status, asked.replica) == (200, "m-1")
-    late = world.ask("late", stream=False)
-    world.replicas["m-1"].limit = 0
-    await world.done()
-    assert late.status == 429
-    assert int(late.headers["retry-after"]) >= 1
 
 
 @in_world("m-0", "m-1", request_limit=2)

@@ -1,7 +1,12 @@
-"""A launch with sharing is one transaction around xinference's own, and one that could never share
-is refused before anything exists."""
+"""A launch with sharing is one transaction around xinference's own, however it ends, and one that
+could never share is refused before anything exists.
+
+The supervisor is the stand-in of `launching`; the actor pool and the tracker are real.
+"""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +24,15 @@ from tests.serving.launch.launching import (
     supervisor_class,
 )
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.errors import ConfigError, NotFoundError, ReplicaNotServingError
+from xinference_xavier.errors import (
+    ConfigError,
+    LaunchCancelledError,
+    NotFoundError,
+    ReplicaNotServingError,
+)
 from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.serving.launch import supervisor as module
 from xinference_xavier.serving.launch.supervisor import xavier_models
-from xinference_xavier.tracker.actor import BlockTracker
-
-DEADLINE = 60.0  # of the tests' own waits
 
 
 async def test_the_tracker_exists_before_the_first_replica(supervisor: Any) -> None:
@@ -44,13 +52,12 @@ async def test_the_tracker_exists_before_the_first_replica(supervisor: Any) -> N
     assert await has_tracker(supervisor)
 
 
-async def test_positional_arguments_work_too(supervisor: Any) -> None:
-    await supervisor._launch_builtin_model("m", "qwen", "vllm", None, 2, enable_xavier=True)
-    assert config_of(supervisor.calls[0]).model_uid == "m"
-
-
-async def test_a_missing_uid_is_made_before_the_tracker(supervisor: Any) -> None:
-    assert await start(supervisor, model_uid=None) == "qwen-generated"
+async def test_a_missing_uid_is_made_before_the_tracker_and_arguments_may_have_no_names(
+    supervisor: Any,
+) -> None:
+    launched = supervisor._launch_builtin_model(None, "qwen", "vllm", None, 2, enable_xavier=True)
+    assert await launched == "qwen-generated"
+    assert config_of(supervisor.calls[0]).model_uid == "qwen-generated"
     assert await has_tracker(supervisor, "qwen-generated")
 
 
@@ -66,45 +73,123 @@ async def no_memory(supervisor: Any, model_uid: str) -> None:
     raise RuntimeError("no memory")
 
 
-async def test_a_failed_launch_leaves_nothing_and_can_be_repeated(supervisor: Any) -> None:
-    supervisor.start = no_memory
-    with pytest.raises(RuntimeError, match="no memory"):
+async def fails_and_is_cleaned_up(supervisor: Any, model_uid: str) -> None:
+    """xinference has destroyed the tracker before we do."""
+    await xo.destroy_actor(supervisor._xavier_cache_mapping.pop(model_uid))
+    raise RuntimeError("no memory")
+
+
+async def is_cancelled(supervisor: Any, model_uid: str) -> None:
+    raise asyncio.CancelledError
+
+
+async def is_listed_no_more(supervisor: Any, model_uid: str) -> None:
+    del supervisor._model_uid_to_replica_info[model_uid]
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        (no_memory, RuntimeError),
+        (fails_and_is_cleaned_up, RuntimeError),
+        (is_cancelled, asyncio.CancelledError),
+        (is_listed_no_more, LaunchCancelledError),
+    ],
+)
+async def test_a_launch_that_fails_leaves_nothing_and_can_be_repeated(
+    supervisor: Any, caplog: pytest.LogCaptureFixture, ends: Any, error: type[BaseException]
+) -> None:
+    supervisor.start = ends
+    with pytest.raises(error):
         await start(supervisor)
     assert supervisor._xavier_cache_mapping == {}
     assert not await has_tracker(supervisor)
+    assert not [record for record in records(caplog) if record.levelname == "WARNING"]
     supervisor.start = launched_at_once
     await start(supervisor)
     assert await has_tracker(supervisor)
 
 
-async def test_a_tracker_that_xinference_destroyed_first_is_no_second_error(
-    supervisor: Any, caplog: pytest.LogCaptureFixture
+@dataclass
+class Loading:
+    """A worker whose replica loads until it is terminated, which it may refuse, or do when it
+    `may`."""
+
+    refuses: Exception | None = None
+    may: asyncio.Event | None = None
+    terminated: list[str] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def terminate_model(self, model_uid: str) -> None:
+        if self.refuses is not None:
+            self.over.set()
+            raise self.refuses
+        if self.may is not None:
+            await self.may.wait()
+        self.terminated.append(model_uid)
+        self.over.set()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        Loading,
+        lambda: Loading(ValueError("xinference's own cancel was in time for it")),
+        lambda: Loading(ConnectionRefusedError("its worker is gone")),
+        lambda: Loading(may=asyncio.Event()),
+    ],
+    ids=["loads", "is terminated already", "is lost", "cannot be interrupted"],
+)
+async def test_a_cancelled_launch_leaves_no_replica_that_loads_and_its_uid_is_free(
+    supervisor: Any, monkeypatch: pytest.MonkeyPatch, first: Callable[[], Loading]
 ) -> None:
-    async def fail_and_clean_up(self: Any, model_uid: str) -> None:
-        await xo.destroy_actor(self._xavier_cache_mapping.pop(model_uid))
-        raise RuntimeError("no memory")
+    """4.1's own cancel would let them load on, and keep their workers on record. Ours does not wait
+    for an engine that takes its time."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.01)
+    workers, loading = [first(), Loading()], asyncio.Event()
+    books = (
+        supervisor._replica_model_uid_to_worker,
+        supervisor._replica_model_uid_to_worker_shards,
+    )
+    other = {"m-other-rep0": Loading(), "m-replica-rep1": Loading()}
+    for book in books:
+        book.update({**other, "m-rep0": workers[0]})
 
-    supervisor.start = fail_and_clean_up
-    with pytest.raises(RuntimeError, match="no memory"):
-        await start(supervisor)
-    assert not [record for record in records(caplog) if record.levelname == "WARNING"]
+    async def load(self: Any, model_uid: str) -> None:
+        refs = {number: [worker] for number, worker in enumerate(workers)}
+        info = SimpleNamespace(active_replica_ids=[*refs], replica_to_worker_refs=refs)
+        self._model_uid_to_replica_info[model_uid] = info
+        loading.set()
+        for worker in workers:
+            await worker.over.wait()
 
-
-async def test_a_cancelled_launch_leaves_nothing(supervisor: Any) -> None:
-    begun = asyncio.Event()
-
-    async def hang(self: Any, model_uid: str) -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    supervisor.start = hang
-    task = asyncio.create_task(start(supervisor))
-    await begun.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    supervisor.start = load
+    launch = asyncio.create_task(start(supervisor))
+    await loading.wait()
+    assert await has_tracker(supervisor)
+    await supervisor.cancel_launch_builtin_model("m")
+    if workers[0].may is not None:
+        assert workers[0].terminated == []
+        workers[0].may.set()
+    with pytest.raises(LaunchCancelledError, match="the launch of model 'm' was cancelled"):
+        await launch
+    ended = [] if workers[0].refuses else ["m-rep0"]
+    assert [worker.terminated for worker in workers] == [ended, ["m-rep1"]]
     assert supervisor._xavier_cache_mapping == {}
     assert not await has_tracker(supervisor)
+    assert books == (other, other)
+    books[0]["m-rep1"] = workers[1]  # this one was late
+    supervisor.start = launched_at_once
+    await start(supervisor)
+    assert books[0] == other
+
+
+async def test_models_that_do_not_share_are_not_ours_to_terminate(supervisor: Any) -> None:
+    worker = Loading()
+    info = SimpleNamespace(active_replica_ids=[0], replica_to_worker_refs={0: [worker]})
+    supervisor._model_uid_to_replica_info["m"] = info
+    await supervisor.cancel_launch_builtin_model("m")
+    assert worker.terminated == []
 
 
 async def test_a_second_launch_of_the_uid_does_not_touch_the_first_ones_tracker(
@@ -209,23 +294,18 @@ async def test_a_model_terminated_meanwhile_keeps_no_tracker(supervisor: Any) ->
     assert not await has_tracker(supervisor)
 
 
-async def test_models_that_share_are_those_with_a_tracker_of_ours(address: str) -> None:
+async def test_models_that_share_have_a_tracker_of_ours_and_name_the_workers_of_their_replicas(
+    supervisor: Any,
+) -> None:
     """xinference's built-in Xavier keeps its own trackers in the same place."""
-    supervisor = supervisor_class()(address)
-    for model_uid, uid in (("b", tracker_uid("b")), ("a", tracker_uid("a")), ("c", "another")):
-        supervisor._xavier_cache_mapping[model_uid] = await xo.create_actor(
-            BlockTracker, model_uid, address=address, uid=uid
-        )
-    assert await xavier_models(supervisor) == {"a": {}, "b": {}}
-
-
-async def test_models_that_share_name_the_workers_of_their_replicas(supervisor: Any) -> None:
-    supervisor._xavier_cache_mapping["m"] = SimpleNamespace(uid=tracker_uid("m").encode())
+    for model_uid, uid in (("m", tracker_uid("m")), ("a", tracker_uid("a")), ("c", "another")):
+        supervisor._xavier_cache_mapping[model_uid] = SimpleNamespace(uid=uid.encode())
     supervisor._model_uid_to_replica_info["m"] = SimpleNamespace(active_replica_ids=[0, 1, 2])
     one, other = (SimpleNamespace(address=f"10.0.0.{number}:1") for number in (1, 2))
     supervisor._replica_model_uid_to_worker = {"m-rep0": one, "m-rep1": (other, one)}
     expected = {"m-rep0": "10.0.0.1:1", "m-rep1": "10.0.0.2:1"}
-    assert await xavier_models(supervisor) == {"m": expected}, "the last has just been removed"
+    found = await xavier_models(supervisor)
+    assert found == {"a": {}, "m": expected}, "the last has just been removed"
 
 
 async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> None:

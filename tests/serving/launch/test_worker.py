@@ -149,9 +149,14 @@ async def test_a_replica_that_lost_the_race_for_a_link_is_launched_again() -> No
     assert config_of(kept).worker_address == "127.0.0.1:70"
 
 
-async def test_a_worker_leaves_other_launches_alone() -> None:
+async def test_launches_of_others_are_left_alone() -> None:
     other: dict[str, Any] = {"kv_transfer_config": {"kv_connector": "Other"}, "xavier_config": None}
-    assert await Worker().launch_builtin_model("m-rep0", **other) == other
+    worker = Worker(loads=True)
+    assert await worker.launch_builtin_model("m-rep0", **other) == other
+    await worker.wait_for_load("m-rep0")
+    assert worker.states == {"m-rep0": "ready"}, "it waits for nothing"
+    with pytest.raises(RuntimeError, match="See root cause above"):
+        await Worker().wait_for_load("m-rep0")
 
 
 # -- when an engine has loaded ----------------------------------------------------------------
@@ -167,27 +172,9 @@ async def test_a_failed_load_says_what_the_engine_left_with_the_tracker(
     await tracker.report_startup_error("m-rep0", "the pool is too small")
     with pytest.raises(ReplicaStartError, match="the pool is too small"):
         await worker.wait_for_load("m-rep0")
-
-
-async def test_a_failed_load_whose_tracker_is_lost_is_left_alone() -> None:
-    worker = Worker()
-    await launch(worker, XavierConfig("m", "127.0.0.1:1"))
+    await xo.destroy_actor(tracker)
     with pytest.raises(RuntimeError, match="See root cause above"):
         await worker.wait_for_load("m-rep0")
-
-
-async def test_a_failed_load_without_sharing_is_left_alone() -> None:
-    worker = Worker()
-    await worker.launch_builtin_model("m-rep0")
-    with pytest.raises(RuntimeError, match="See root cause above"):
-        await worker.wait_for_load("m-rep0")
-
-
-async def test_without_sharing_a_load_waits_for_nothing() -> None:
-    worker = Worker(loads=True)
-    await worker.launch_builtin_model("m-rep0")
-    await worker.wait_for_load("m-rep0")
-    assert worker.states == {"m-rep0": "ready"}
 
 
 @pytest.mark.parametrize("state", ["error", "stopping", "stopped"])
@@ -237,34 +224,29 @@ async def join(
         await tracker.set_serving(NS, incarnation, True)
 
 
-async def test_a_replica_is_ready_once_it_serves(tracker: Any, address: str) -> None:
-    await join(tracker, "m-rep1", "b", serves=True)
-    loading = Loading(address)
-    assert await loading.waits(tracker)
-    await join(tracker, "m-rep0", "a")
-    assert await loading.waits(tracker)
-    assert loading.worker.states == {}
-    await tracker.set_serving(NS, "a", True)
-    assert await loading.is_ready()
+Join = tuple[str, str, bool]
+"""Which engine of which replica joins, and whether it serves."""
 
 
-async def test_a_replica_is_ready_once_all_of_its_engines_serve(tracker: Any, address: str) -> None:
-    loading = Loading(address, engines=2)
-    for rank, name in enumerate("ab"):
-        assert await loading.waits(tracker)
-        await join(tracker, f"m-rep0_dp{rank}", name, serves=True)
-    assert await loading.is_ready()
-
-
-async def test_one_that_was_lost_does_not_stand_for_its_successor(
-    tracker: Any, address: str
+@pytest.mark.parametrize(
+    ("engines", "before", "steps"),
+    [
+        (1, [("m-rep1", "b", True)], [("m-rep0", "a", False), ("m-rep0", "a", True)]),
+        (2, [], [("m-rep0_dp0", "a", True), ("m-rep0_dp1", "b", True)]),
+        (1, [("m-rep0", "lost", True), ("m-rep0", "a", False)], [("m-rep0", "a", True)]),
+    ],
+    ids=["one", "two engines", "the successor of one that was lost, whose lease has not ended"],
+)
+async def test_a_replica_is_ready_once_all_of_its_engines_serve(
+    tracker: Any, address: str, engines: int, before: list[Join], steps: list[Join]
 ) -> None:
-    """Its lease has not ended yet."""
-    await join(tracker, "m-rep0", "lost", serves=True)
-    await join(tracker, "m-rep0", "new")
-    loading = Loading(address)
-    assert await loading.waits(tracker)
-    await tracker.set_serving(NS, "new", True)
+    for name, incarnation, serves in before:
+        await join(tracker, name, incarnation, serves=serves)
+    loading = Loading(address, engines)
+    for name, incarnation, serves in steps:
+        assert await loading.waits(tracker)
+        assert loading.worker.states == {}
+        await join(tracker, name, incarnation, serves=serves)
     assert await loading.is_ready()
 
 

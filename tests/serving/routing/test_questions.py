@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from xinference import extensions
 
-from tests.e2e.text_routes import CHAT, COMPLETIONS, body_of
+from tests.e2e.text_routes import CHAT
 from tests.serving.routing.scenarios import PATHS
 from tests.world.world import World, in_world, llm_router, no_prefixes
 from xinference_xavier.frontend.model_router import ModelRouter
@@ -194,20 +194,6 @@ async def test_a_named_text_is_of_the_salt_that_an_extension_supplies(
     whole = f"{tenant}'s contract{question}"
     assert world.replicas["m-0"].prompts == [whole]
     assert told[0].text == prompt_text({"prompt": whole, "cache_salt": tenant})
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
-@in_world("m-0")
-async def test_what_the_router_hashes_is_of_the_supplied_salt(
-    world: World, told: list[Told], tenant: str, path: str
-) -> None:
-    more = {"instructions": "many words " * 100}
-    await world.answer(path=path, headers={"x-key": "mallory"}, cache_salt="alice", **more)
-    body = body_of(path, "m", "hi", **more, cache_salt=tenant)
-    if path == RESPONSES:
-        system = {"role": "system", "content": body["instructions"]}
-        body = {"messages": [system, {"role": "user", "content": "hi"}], "cache_salt": tenant}
-    assert [each.text for each in told] == [prompt_text(body)]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ async def test_a_replica_that_fails_a_request_gets_no_other_for_a_while(
     world.replicas["m-0"].fails = error
     assert {(await world.answer()).replica for _ in range(8)} == {"m-1"}
     assert len(world.replicas["m-0"].asked) == 1
+    world.replicas["m-0"].fails = None
+    await asyncio.sleep(31.0)
+    assert "m-0" in {(await world.answer()).replica for _ in range(8)}
 
 
 @STREAMS
@@ -117,6 +120,7 @@ async def test_an_answer_that_has_begun_ends_with_its_replica(world: World) -> N
     assert (answer.status, answer.replica) == (200, its)
     assert b'"error"' in answer.body
     assert not world.replicas[other].asked
+    assert world.router.counts.moved == 0
 
 
 # -- streams -----------------------------------------------------------------------------------

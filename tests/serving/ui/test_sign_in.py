@@ -34,17 +34,6 @@ def test_the_page_has_the_permissions_of_the_account(window: Browser, api: Guard
     window.wait_text("#notice", "models:write")
 
 
-def test_an_administrator_changes(window: Browser, api: GuardedApi) -> None:
-    window.open(f"{api.endpoint}/xavier/")
-    window.forget()
-    sign_in(window, api.endpoint, api.admin.name, api.admin.password)
-    window.open(f"{api.endpoint}/xavier/")
-    window.find("#enabled").click()
-    window.wait_text("#hint", "Sharing is switched off")
-    window.find("#enabled").click()
-    window.wait(lambda: not window.has("#hint"), "sharing is on again")
-
-
 def test_a_session_that_was_ended_elsewhere(window: Browser, api: GuardedApi) -> None:
     """The page says so, and does not send its old token twice."""
     guest = api.user("guest", ["models:list"])
