@@ -5,7 +5,14 @@ import { Component, html } from "../html.js";
 import { count, percent, tokensOf } from "./numbers.js";
 import { language } from "./settings.js";
 
-const SHORT = 12; // rows; a longer table is folded and can be filtered
+/**
+ * The rows of a short table; a longer one is folded and can be filtered. On a phone, each row of a
+ * wide one is a block.
+ * @param {number} columns
+ */
+function shortest(columns) {
+  return columns > 3 && matchMedia("(max-width: 40rem)").matches ? 4 : 12;
+}
 
 /**
  * A title, the value that rows are sorted by (null where it is not known), and how it is shown: by
@@ -56,12 +63,13 @@ class Table extends Component {
     const { id, items, columns } = this.props;
     const { by, down, filter, all } = this.state;
     const found = this.found();
+    const short = shortest(columns.length);
     const looks = columns.map(([, value]) =>
       items.some((item) => typeof value(item) === "string") ? undefined : "number",
     );
     return html`
       ${
-        items.length > SHORT &&
+        items.length > short &&
         html`<input type="search" id=${`${id}-filter`} placeholder=${text.filter}
           aria-label=${text.filter} value=${filter}
           onInput=${(/** @type {InputEvent & { target: HTMLInputElement }} */ event) =>
@@ -82,7 +90,7 @@ class Table extends Component {
           )}
         </tr></thead>
         <tbody>
-          ${found.slice(0, all ? undefined : SHORT).map(
+          ${found.slice(0, all ? undefined : short).map(
             (item) => html`<tr>
               ${columns.map(([title, value, show = String], index) => {
                 const known = value(item);
@@ -96,7 +104,7 @@ class Table extends Component {
         </tbody>
       </table>
       ${
-        found.length > SHORT &&
+        found.length > short &&
         html`<button type="button" id=${`${id}-all`} aria-expanded=${String(all)}
           onClick=${() => this.setState({ all: !all })}>
           ${all ? text.fewer : `${text.showAll} (${count(found.length)})`}
