@@ -1,7 +1,8 @@
-"""What `try` concludes. `e2e/one_launch/test_sharing.py` tries a real model."""
+"""What `try` does and concludes. `e2e/one_launch/test_running_model.py` tries a real model."""
 
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,162 +11,170 @@ from click.testing import CliRunner, Result
 
 from xinference_xavier.cli import trial
 from xinference_xavier.cli.commands import main
-from xinference_xavier.cli.trial import Answer, Trial, conclude
 from xinference_xavier.errors import ApiError
 from xinference_xavier.stats.schema import Hits
 
+BEGIN, END = ("off", 320.0), ("off", 0)
+COMPUTE, REUSE = 2.0, 0.2  # seconds
 
+
+@dataclass
 class Client:
-    """Knows two replicas. It gets no answer to the changes in `fails`, each a value and for how
-    long."""
+    """Two replicas that answer in turn. What one has computed, the other fetches in so many
+    seconds; None: it computes it, too. They answer with these texts. No answer comes to the changes
+    in `fails`, each a value and for how long."""
 
-    def __init__(self, *fails: tuple[object, float]) -> None:
-        self._fails = fails
-        self._computed = 0
-        self.done: list[tuple[object, float]] = []
+    remote: float | None = 0.5
+    says_remote: str = "text"
+    says_own: str = "text"
+    offers: bool = True
+    cannot: str | None = None
+    fails: tuple[Any, ...] = ()
+    changes: list[Any] = field(default_factory=list)
+    """Changes of sharing and routing, and prompts."""
+    now: float = 0.0
+    ended_by: signal.Signals | None = None
+    """While it waits until a replica offers the prompt."""
+    at_end: dict[str, Any] = field(default_factory=dict)
+    """What replicas have counted at the end."""
+
+    def __post_init__(self) -> None:
+        self._hits = Hits()
+        self._held: tuple[set[str], ...] = (set(), set())
+        self._sharing = True
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def status(self, model: str) -> Any:
-        able = [SimpleNamespace(replica=name, not_sharing=None) for name in ("m-0", "m-1")]
-        totals = SimpleNamespace(hits=Hits(computed=self._computed))
-        return SimpleNamespace(replicas=able, totals=totals)
+        counted = self.at_end if any(self._held) else {}
+        decisions = SimpleNamespace(computed=counted.get("computed", 0))
+        fetches = SimpleNamespace(rolled_back=counted.get("rolled_back", {}))
+        replicas = [
+            SimpleNamespace(replica=name, not_sharing=reason, fetch_decisions=decisions)
+            for name, reason in (("m-0", None), ("m-1", self.cannot))
+        ]
+        totals = SimpleNamespace(hits=Hits(**vars(self._hits)), fetches=fetches)
+        return SimpleNamespace(replicas=replicas, totals=totals)
 
     def complete(self, model: str, prompt: str, *, max_tokens: int) -> Any:
-        self._computed += 3
-        return {"usage": {"prompt_tokens": 3}, "choices": [{"text": "text"}]}
+        prompts = [each for each in self.changes if isinstance(each, str)]
+        own, other = self._held[:: 1 if len(prompts) % 2 else -1]
+        self.changes.append(prompt)
+        text, source, seconds = "text", "computed", COMPUTE if self._sharing else 2.1
+        if prompt in own:
+            text, source, seconds = self.says_own, "prefix_cache", REUSE
+        elif prompt in other and self._sharing and self.remote is not None:
+            text, source, seconds = self.says_remote, "remote", self.remote
+        own.add(prompt)
+        self.now += seconds
+        tokens = len(prompt.split())
+        setattr(self._hits, source, getattr(self._hits, source) + tokens)
+        return {"usage": {"prompt_tokens": tokens}, "choices": [{"text": text}]}
+
+    def explain(self, model: str, prompt: str) -> Any:
+        if self.ended_by is not None:
+            signal.raise_signal(self.ended_by)
+        held = self.offers and any(prompt in each for each in self._held)
+        return SimpleNamespace(chunks=[SimpleNamespace(holders=held)])
 
     def set_routing(self, model: str, mode: object, *, for_s: float) -> None:
-        self.done.append((mode, for_s))
-        if (mode, for_s) in self._fails:
+        self.changes.append((mode, for_s))
+        if (mode, for_s) in self.fails:
             raise ApiError("no answer", 503)
 
-    switch = set_routing
-
-
-BEGIN, END = ("off", 320.0), ("off", 0)
-
-
-class StandIn:
-    """A `Trial` of two replicas, of which the second one answers with `second`, then the first one
-    with `own` from its own cache. Computing takes two seconds."""
-
-    before = type("Status", (), {"replicas": (1, 2)})
-
-    def __init__(self, second: Answer, own: str = "text") -> None:
-        self._answers = iter((_computed(2.1), _computed(2.0), second))
-        self._repeated = Answer(own, 0.2, 3000, "prefix_cache")
-        self.steps: list[object] = []
-
-    def share(self, enabled: bool) -> None:
-        self.steps.append(enabled)
-
-    def ask(self, prompt: str) -> Answer:
-        self.steps.append(prompt)
-        return next(self._answers, self._repeated)
-
-    def await_offered(self, prompt: str) -> None:
-        self.steps.append("offered")
-
-    def why_not_fetched(self) -> str:
-        return "the network is down"
-
-
-def _computed(seconds: float) -> Answer:
-    return Answer("text", seconds, 3000, "computed")
-
-
-def test_a_remote_hit_is_compared_with_the_faster_of_two_computed_answers(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tested = StandIn(_computed(0.5)._replace(source="remote"))
-    assert conclude(tested, 3) == (0, "helps: 4.0 × as fast from another replica as computed")
-    printed = capsys.readouterr().out
-    for line in (
-        "computed, sharing off",
-        "from: remote",
-        "from: prefix cache",
-        "answers are equal",
-    ):
-        assert line in printed
-
-
-def test_the_first_prompt_is_asked_for_without_sharing_and_never_again() -> None:
-    tested = StandIn(_computed(0.5)._replace(source="remote"))
-    conclude(tested, 3)
-    off, alone, on, shared, offered, *rest = tested.steps
-    assert (off, on, offered) == (False, True, "offered")
-    assert len(str(alone).split()) == 3
-    assert alone != shared
-    assert {*rest} == {shared}
-
-
-def test_a_copy_that_is_slower_at_this_moment_is_told_and_no_failure() -> None:
-    tested = StandIn(_computed(4.0)._replace(source="remote"))
-    code, conclusion = conclude(tested, 3)
-    assert (code, conclusion.partition(";")[0]) == (
-        0,
-        "shares, but is not faster now: 0.5 × as fast from another replica as computed",
-    )
-
-
-def test_without_a_remote_hit_the_counters_say_why() -> None:
-    assert conclude(StandIn(_computed(2.0)), 3) == (1, "does not help: the network is down")
-
-
-def test_a_wrong_answer_does_not_help(capsys: pytest.CaptureFixture[str]) -> None:
-    code, conclusion = conclude(StandIn(Answer("other", 0.5, 3000, "remote")), 3)
-    assert code == 1
-    assert "gives another answer" in conclusion
-    assert "answers are not equal" in capsys.readouterr().out
-
-
-def test_reusing_may_round_otherwise_than_computing() -> None:
-    """It is not wrong if a replica's own cache gives the same answer as another's."""
-    tested = StandIn(Answer("rounded", 0.5, 3000, "remote"), own="rounded")
-    assert conclude(tested, 3)[0] == 0
+    def switch(self, model: str, enabled: bool, *, for_s: float) -> None:
+        self._sharing = enabled
+        self.set_routing(model, enabled, for_s=for_s)
 
 
 @pytest.fixture
-def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
-    """Runs the command with this client, and with this conclusion of a trial."""
+def tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Client], Result]]:
+    """Runs the command with this client."""
     signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     handlers = {each: signal.signal(each, signal.SIG_IGN) for each in signals}
 
-    def run(client: Any, concludes: Callable[[], object]) -> Result:
-        monkeypatch.setattr(trial, "Trial", lambda _, model: Trial(client, model))
-        monkeypatch.setattr(trial, "conclude", lambda *_: concludes())
-        return CliRunner().invoke(main, ["try", "m"])
+    def run(client: Client) -> Result:
+        made = trial.Trial
+        monkeypatch.setattr(trial, "time", client)
+        monkeypatch.setattr(trial, "Trial", lambda _, model: made(client, model))  # type: ignore[arg-type]
+        return CliRunner().invoke(main, ["try", "m", "--tokens", "3"])
 
     yield run
     for each, handler in handlers.items():
         signal.signal(each, handler)
 
 
+@pytest.mark.parametrize(
+    ("client", "code", "concluded"),
+    [
+        (Client(), 0, "helps: 4.0 × as fast from another replica as computed"),
+        (Client(4.0), 0, "shares, but is not faster now: 0.5 × as fast from another replica"),
+        (Client(says_remote="other"), 1, "does not help: what another replica has computed gives"),
+        # Reusing may round otherwise than computing: a replica's own cache says the same.
+        (Client(says_remote="rounded", says_own="rounded"), 0, "helps: 4.0 × as fast"),
+        (Client(None), 1, "does not help: no replica has fetched it"),
+        (Client(None, at_end={"computed": 1}), 1, "does not help: computing is faster here"),
+        (
+            Client(None, at_end={"rolled_back": {"link": 1}}),
+            1,
+            "does not help: fetches were rolled back: link",
+        ),
+        (Client(offers=False), 2, "not tried: no replica offers the prompt that it has computed"),
+        (
+            Client(cannot="no peers"),
+            2,
+            "not tried: a trial needs two replicas that can share, and m has 1 (m-1: no peers)",
+        ),
+    ],
+)
+def test_what_it_concludes(
+    tries: Callable[[Client], Result], client: Client, code: int, concluded: str
+) -> None:
+    tried = tries(client)
+    assert (tried.exit_code, concluded in tried.output) == (code, True), tried.output
+    if code < 2 and client.remote is not None:
+        for line in ("computed, sharing off", "from: remote", "from: prefix cache"):
+            assert line in tried.output
+        same = client.says_remote == client.says_own
+        assert ("answers are equal" in tried.output) is (same and client.says_own == "text")
+
+
+def test_the_first_prompt_is_asked_for_without_sharing_and_never_again(
+    tries: Callable[[Client], Result],
+) -> None:
+    """Each question keeps routing off for longer."""
+    client = Client()
+    tries(client)
+    begin, off, again, alone, on, *questions, end = client.changes
+    assert (begin, off, again, on, end) == (BEGIN, (False, 320.0), BEGIN, (True, 320.0), END)
+    assert {*questions[::2]} == {BEGIN}
+    (shared,) = {*questions[1::2]}
+    assert len(shared.split()) == 3
+    assert alone != shared
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_trial_that_is_ended_puts_routing_and_sharing_back(
-    tries: Callable[..., Result], how: signal.Signals
+    tries: Callable[[Client], Result], how: signal.Signals
 ) -> None:
     """Also if its terminal is closed."""
-    client = Client()
-    assert tries(client, lambda: signal.raise_signal(how)).exit_code == 128 + how
-    assert client.done == [BEGIN, END]
+    client = Client(ended_by=how)
+    assert tries(client).exit_code == 128 + how
+    assert (client.changes[0], client.changes[-1]) == (BEGIN, END)
 
 
 @pytest.mark.parametrize("fails", [BEGIN, END])
 def test_what_a_trial_cannot_put_back_the_server_does(
-    tries: Callable[..., Result], fails: tuple[str, float]
+    tries: Callable[[Client], Result], fails: tuple[str, float]
 ) -> None:
-    client = Client(fails)
-    tried = tries(client, lambda: (0, "fast"))
-    assert (tried.exit_code, client.done) == (3, [BEGIN, END])
+    client = Client(fails=(fails,))
+    tried = tries(client)
+    assert (tried.exit_code, client.changes[-1]) == (3, END)
     assert ("put back within 320 s" in tried.output) == (fails == END)
-
-
-def test_each_question_keeps_routing_off_for_longer() -> None:
-    client: Any = Client()
-    tested = Trial(client, "m")
-    tested.share(False)
-    assert tested.ask("a b c").source == "computed"
-    assert client.done == [(False, 320.0), BEGIN]
 
 
 @pytest.mark.parametrize("tokens", ["0", "-5"])
