@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.engine.scheduling import chunks
 from tests.harness.remote import PATIENCE
 from tests.harness.replicas import CHUNK_TOKENS, KEY_BYTES, StillEngine
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine.workload import take_all
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
@@ -45,8 +43,8 @@ class View(StillEngine):
         self.chunker = chunked
         self.stats = scheduler.manager.stats
         self.work_on_probes = scheduler.manager.probes.work
-        self.take_finished = partial(take_all, scheduler.manager.finished)
-        self.take_computed = partial(take_all, scheduler.named)
+        self.finished = scheduler.manager.finished
+        self.computed = scheduler.named
         serving = Serving(CHUNK_TOKENS, ROW_BYTES, drain=drain)
         self.load = lambda: Load(serving, 0, None, 0)
 

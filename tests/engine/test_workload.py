@@ -33,7 +33,6 @@ from xinference_xavier.engine.workload import (
     MAX_DECODE_TOKENS,
     Retention,
     Step,
-    take_all,
 )
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
@@ -49,6 +48,7 @@ from xinference_xavier.protocol.load import (
 )
 from xinference_xavier.protocol.prefixes import Keeping, request_id, with_keeping
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack
+from xinference_xavier.runtime.aio import take_all
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER
 
 SPEED = 1000
@@ -67,10 +67,10 @@ class Counted(Scheduling):
         return check_load(self.workload.load())
 
     def prompts(self) -> tuple[RequestReport, ...]:
-        return check_requests(take_all(self.workload.prompts))
+        return check_requests((*take_all(self.workload.prompts),))
 
     def answers(self) -> tuple[RequestReport, ...]:
-        return check_requests(take_all(self.workload.answers))
+        return check_requests((*take_all(self.workload.answers),))
 
     def measure(self, depth: float = 0.0, seconds: float = 1.0) -> None:
         self.manager.prefill_rate.add(SPEED, seconds, depth)
@@ -294,8 +294,8 @@ class TestPromptsToKeep:
         keys = chunks("prompt", 3)
         engine.start(f"0_{with_keeping('r', keeping)}-0123abcd", 3 * CHUNK, keys=keys)
         engine.start("s", 3 * CHUNK, keys=keys)
-        assert take_all(engine.workload.marked) == ((keeping, tuple(keys)),)
-        assert take_all(engine.workload.marked) == ()
+        assert take_all(engine.workload.marked) == [(keeping, tuple(keys))]
+        assert take_all(engine.workload.marked) == []
 
 
 class TestPrompts:
@@ -385,13 +385,13 @@ def load_of(engine: Engine) -> Load:
 
 
 def prompts_of(engine: Engine) -> list[str]:
-    prompts = check_requests(take_all(engine.own.manager.workload.prompts))
+    prompts = check_requests((*take_all(engine.own.manager.workload.prompts),))
     return [prompt.request for prompt in prompts]
 
 
 def answers_of(engine: Engine) -> dict[str, int | None]:
     """Tokens of ended answers by request."""
-    answers = check_requests(take_all(engine.own.manager.workload.answers))
+    answers = check_requests((*take_all(engine.own.manager.workload.answers),))
     return {each.request: each.answer for each in answers}
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -108,18 +109,17 @@ class StillEngine(Engine):
         self.counted: dict[str, Any] = {}
         self.reported: Load | None = None
         self.results: list[ProbeResult] = []
-        self.finished: list[Sequence[bytes]] = []
         super().__init__(
             chunk_numbers,
             cannot_compare="",
             stats=lambda: self.counted,
             load=lambda: self.reported,
             work_on_probes=lambda: _taken(self.results),
-            take_prompts=tuple,
-            take_answers=tuple,
-            take_computed=tuple,
-            take_marked=tuple,
-            take_finished=lambda: _taken(self.finished),
+            prompts=deque(),
+            answers=deque(),
+            computed=deque(),
+            marked=deque(),
+            finished=deque(),
         )
 
 

@@ -4,7 +4,8 @@ removed, its peers have what only it held and others used lately."""
 
 import signal
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -95,14 +96,10 @@ def prompt(letters: str) -> list[bytes]:
 class Scene:
     def __init__(self) -> None:
         self.pool = Pool(ROWS)
-        self.finished: list[list[bytes]] = []
+        self.finished: deque[Sequence[bytes]] = deque()
         self.named: list[list[bytes]] = []
         kept: Any = SimpleNamespace(prompts=lambda: self.named)
-        self.recent = RecentPrompts(self.pool, self.take, kept, NoDisk())
-
-    def take(self) -> list[list[bytes]]:
-        finished, self.finished = self.finished, []
-        return finished
+        self.recent = RecentPrompts(self.pool, self.finished, kept, NoDisk())
 
     def hold(self, keys: list[bytes]) -> None:
         for row in self.pool.reserve(keys).rows:
@@ -158,14 +155,14 @@ def test_what_is_not_in_the_pool_is_not_offered_nor_what_follows_it(scene: Scene
 def test_a_chunk_without_a_checksum_is_not_offered(scene: Scene) -> None:
     for row in scene.pool.reserve(prompt("a")).rows:
         scene.pool.commit(row)
-    scene.finished = [prompt("a")] * 2
+    scene.finished += [prompt("a")] * 2
     assert scene.hottest() == ""
 
 
 def test_a_group_that_looks_back_only_so_far_may_lack_its_first_chunks(scene: Scene) -> None:
     full, window = [key(each) for each in "ab"], [key(each, OTHER_GROUP) for each in "ab"]
     scene.hold([*full, window[1]])
-    scene.finished = [[*full, *window]] * 2
+    scene.finished += [[*full, *window]] * 2
     assert scene.hottest() == "abb"
 
 
@@ -222,7 +219,7 @@ def test_what_one_request_used_stays_but_named_ones_go(scene: Scene) -> None:
 def test_the_chunks_of_all_groups_go_together(scene: Scene) -> None:
     keys = [key("a"), key("b"), key("a", 1), key("b", 1)]
     scene.hold(keys)
-    scene.finished = [keys] * 2
+    scene.finished += [keys] * 2
     (found,) = scene.recent.prefixes(lambda each: False)
     assert found == keys
 

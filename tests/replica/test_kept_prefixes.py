@@ -1,6 +1,6 @@
 """A replica keeps the chunks that its engine made of a prefix, as firmly as it is told."""
 
-from collections.abc import Sequence
+from collections import deque
 
 import pytest
 
@@ -18,20 +18,10 @@ class Replica:
 
     def __init__(self) -> None:
         self.pool = Pool(SLOTS)
-        self.computed: list[ComputedPrefix] = []
-        self.marked: list[MarkedPrompt] = []
+        self.computed: deque[ComputedPrefix] = deque()
+        self.marked: deque[MarkedPrompt] = deque()
         self.now = 0.0
-        self.kept = KeptPrefixes(
-            self.pool, 0.5, self.take, self.take_marked, clock=lambda: self.now
-        )
-
-    def take(self) -> Sequence[ComputedPrefix]:
-        taken, self.computed = self.computed, []
-        return taken
-
-    def take_marked(self) -> Sequence[MarkedPrompt]:
-        taken, self.marked = self.marked, []
-        return taken
+        self.kept = KeptPrefixes(self.pool, 0.5, self.computed, self.marked, clock=lambda: self.now)
 
     def mark(self, keys: bytes, seconds: float = 300.0, share: float = 1.0) -> None:
         self.marked.append(MarkedPrompt(Keeping(seconds, share), split(keys)))

@@ -2,7 +2,7 @@
 reported from time to time, and at once where a router would be wrong."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -207,8 +207,8 @@ class Scene:
         self.now = 100.0
         self.engine_load: Load | None = load(0.0)
         self.engine_error: Exception | None = None
-        self.prompts: list[RequestReport] = []
-        self.answers: list[RequestReport] = []
+        self.prompts: deque[RequestReport] = deque()
+        self.answers: deque[RequestReport] = deque()
         self.router_listens = True
         self.ready = asyncio.Event()
         self.ready.set()
@@ -220,14 +220,6 @@ class Scene:
         if self.engine_error is not None:
             raise self.engine_error
         return self.engine_load
-
-    def take_prompts(self) -> tuple[RequestReport, ...]:
-        prompts, self.prompts = self.prompts, []
-        return tuple(prompts)
-
-    def take_answers(self) -> tuple[RequestReport, ...]:
-        answers, self.answers = self.answers, []
-        return tuple(answers)
 
     async def _call(self, method: str, *report: Any) -> bool:
         assert method == "report_load"
@@ -242,7 +234,7 @@ class Scene:
         starts it."""
         if self.running is None:
             reporter = LoadReporter(
-                self.load, self.take_prompts, self.take_answers, self.ready, lambda: self.now
+                self.load, self.prompts, self.answers, self.ready, lambda: self.now
             )
             self.running = asyncio.create_task(reporter.run(self._call))
         await let_others_run()
@@ -274,7 +266,8 @@ async def test_the_load_is_reported_at_once_and_with_each_interval(scene: Scene)
 async def test_without_a_router_that_is_all(scene: Scene) -> None:
     scene.router_listens = False
     await scene.reports()
-    scene.engine_load, scene.prompts = load(60.0), [PROMPT]
+    scene.engine_load = load(60.0)
+    scene.prompts.append(PROMPT)
     assert await scene.reports() == []
 
 
@@ -342,18 +335,18 @@ async def test_prompts_are_reported_at_once_each_once(scene: Scene) -> None:
     """Only from them do routers learn what the keys of a text are."""
     await scene.reports()
     for prompts in ([PROMPT], [OTHER, PROMPT]):
-        scene.prompts = [*prompts]
+        scene.prompts += [*prompts]
         assert await scene.reports() == [(load(0.0), tuple(prompts))]
         assert await scene.reports() == []
 
 
 async def test_answers_are_reported_once_along_with_something_else(scene: Scene) -> None:
     await scene.reports()
-    scene.answers = [ANSWER]
+    scene.answers += [ANSWER]
     assert await scene.reports() == []
-    scene.prompts = [OTHER]
+    scene.prompts += [OTHER]
     assert await scene.reports() == [(load(0.0), (OTHER, ANSWER))]
-    scene.answers = [ANSWER]
+    scene.answers += [ANSWER]
     scene.now += INTERVAL
     assert await scene.reports() == [(load(0.0), (ANSWER,))]
     scene.now += INTERVAL

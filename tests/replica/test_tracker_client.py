@@ -63,7 +63,7 @@ class WatchedMirror(Mirror):
 def reporter(load: Load | None) -> LoadReporter:
     ready = asyncio.Event()
     ready.set()
-    return LoadReporter(lambda: load, tuple, tuple, ready)
+    return LoadReporter(lambda: load, deque(), deque(), ready)
 
 
 class Process:

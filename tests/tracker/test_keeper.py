@@ -3,6 +3,7 @@ replicas keep are real; requests are answered by the test."""
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ class Replica:
         self.requests: list[str] = []
         self.silent = False
         self._cluster = cluster
-        self._computed: list[ComputedPrefix] = []
-        self._kept = KeptPrefixes(self.pool, 0.5, self._take)
+        self._computed: deque[ComputedPrefix] = deque()
+        self._kept = KeptPrefixes(self.pool, 0.5, self._computed, deque())
 
     def keep(self, changes: Mapping[str, bool | None] | None) -> Kept:
         if self.silent:
@@ -62,10 +63,6 @@ class Replica:
         self._computed.append(ComputedPrefix(prefix, self._cluster.tokens, keys))
         for row in self.pool.reserve(keys).rows:
             self.pool.commit(row)
-
-    def _take(self) -> list[ComputedPrefix]:
-        taken, self._computed = self._computed, []
-        return taken
 
     def lose(self) -> None:
         flush(self.pool, lambda row: True)

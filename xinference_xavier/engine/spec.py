@@ -43,7 +43,6 @@ from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Described, Sketcher, describe_pages
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
-from xinference_xavier.engine.workload import take_all
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
@@ -252,11 +251,11 @@ class XavierSpec(OffloadingSpec):
             stats=manager.stats,
             load=manager.workload.load,
             work_on_probes=manager.probes.work,
-            take_prompts=partial(take_all, manager.workload.prompts),
-            take_answers=partial(take_all, manager.workload.answers),
-            take_computed=partial(take_all, manager.workload.computed),
-            take_marked=partial(take_all, manager.workload.marked),
-            take_finished=partial(take_all, manager.finished),
+            prompts=manager.workload.prompts,
+            answers=manager.workload.answers,
+            computed=manager.workload.computed,
+            marked=manager.workload.marked,
+            finished=manager.finished,
         )
         replica = Replica(
             config,

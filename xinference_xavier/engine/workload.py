@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from itertools import islice
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -39,8 +39,6 @@ from xinference_xavier.protocol.load import (
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES, keeping_of, prefix_of
 from xinference_xavier.protocol.tracker import SHORT_KEY, pack
 from xinference_xavier.replica.kept_prefixes import MAX_MARKS, ComputedPrefix, MarkedPrompt
-
-_T = TypeVar("_T")
 
 
 class Step(NamedTuple):
@@ -369,11 +367,6 @@ class Workload:
         overheads = [max(0.0, rate["overhead_s"]) for rate in rates]
         speeds = [1 / rate["bytes_per_s"] for rate in rates if rate["bytes_per_s"]]
         return *line, fmean(overheads or [_OVERHEAD]), fmean(speeds or [1 / _SPEED])
-
-
-def take_all(queue: deque[_T]) -> tuple[_T, ...]:
-    """What came since the last call. Called by the replica's thread."""
-    return tuple(queue.popleft() for _ in range(len(queue)))
 
 
 def own_id(req_id: str) -> str:

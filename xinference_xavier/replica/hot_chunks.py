@@ -34,7 +34,7 @@ from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
 from xinference_xavier.replica.kept_prefixes import KeptPrefixes
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn
+from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn, take_all
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -65,18 +65,17 @@ Prompt = Sequence[bytes]
 
 
 class RecentPrompts:
-    """`take_finished` returns the prompts of the requests that ended since its last call. The disk
-    is told of them, too."""
+    """`finished` gets the prompts of the requests that end. The disk is told of them, too."""
 
     def __init__(
         self,
         pool: Pool,
-        take_finished: Callable[[], Iterable[Prompt]],
+        finished: deque[Prompt],
         kept: KeptPrefixes,
         disk: Disk,
     ) -> None:
         self._pool = pool
-        self._take_finished = take_finished
+        self._finished = finished
         self._kept = kept
         self._disk = disk
         self._prompts: deque[Prompt] = deque()
@@ -84,7 +83,7 @@ class RecentPrompts:
 
     def collect(self) -> None:
         """Call it now and then: what takes no more room is forgotten."""
-        for prompt in self._take_finished():
+        for prompt in take_all(self._finished):
             self._disk.used(prompt)
             self._prompts.append(prompt)
             self._keys += len(prompt)

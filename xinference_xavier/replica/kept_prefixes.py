@@ -9,7 +9,7 @@ prompts the replica keeps no more than its pool holds.
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from xinference_xavier.pool.eviction import Protection
 from xinference_xavier.pool.pool import Pool, protect
 from xinference_xavier.protocol.prefixes import Keeping, Kept, KeptPrefix
 from xinference_xavier.protocol.tracker import GROUP
+from xinference_xavier.runtime.aio import take_all
 
 MAX_MARKS = 1000
 """Marked prompts. Those that were used last stay."""
@@ -49,15 +50,15 @@ class KeptPrefixes:
         self,
         pool: Pool,
         fraction: float,
-        take_computed: Callable[[], Iterable[ComputedPrefix]],
-        take_marked: Callable[[], Iterable[MarkedPrompt]] = tuple,
+        computed: deque[ComputedPrefix],
+        marked: deque[MarkedPrompt],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`take_computed` returns the prefixes that the engine was given since its last call, and
-        `take_marked` the prompts to keep. `clock` returns monotonic seconds."""
+        """`computed` gets the prefixes that the engine is given, and `marked` the prompts to keep.
+        `clock` returns monotonic seconds."""
         self._pool = pool
-        self._take_computed = take_computed
-        self._take_marked = take_marked
+        self._computed = computed
+        self._marked = marked
         self._clock = clock
         self._budget = int(pool.slots * fraction)
         self._wanted: dict[str, bool] = {}  # and whether firmly
@@ -95,7 +96,7 @@ class KeptPrefixes:
     def collect(self) -> None:
         """Call it now and then: keeps what was marked, and lets go what has expired."""
         now = self._clock()
-        for keeping, keys in self._take_marked():
+        for keeping, keys in take_all(self._marked):
             self._mark(_leading(keys, keeping.share), now + keeping.seconds)
         for mark in [mark for mark in self._marks if mark.expires <= now]:
             self._unmark(mark)
@@ -110,7 +111,7 @@ class KeptPrefixes:
             self._wanted.pop(name, None)
             if name in self._prefixes:
                 self._drop(name)
-        for computed in self._take_computed():
+        for computed in take_all(self._computed):
             if computed.prefix in self._wanted:
                 self._add(computed)
         # What is no longer firm makes room at once for what is.

@@ -23,7 +23,7 @@ from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import MAX_QUEUED
 from xinference_xavier.replica.tracker_client import Claim, TrackerClient
 from xinference_xavier.replica.transfer_process import TransferProcess
-from xinference_xavier.runtime.aio import spawn
+from xinference_xavier.runtime.aio import spawn, take_all
 
 GATHER = 0.1
 """Seconds between two publications of stored rows, at least. What is stored meanwhile is published
@@ -104,9 +104,8 @@ class Background:
     def _take_stored(self) -> None:
         self._gathering = False
         self._taken = self._loop.time()
-        # It may grow meanwhile. What is taken here must not be withdrawn afterwards for an eviction
-        # before it.
-        stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        # What is taken here must not be withdrawn afterwards for an eviction before it.
+        stored = take_all(self._stored)
         self.client.publisher.withdraw_evicted()
         if stored:
             self.checksums.add(stored)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -71,12 +72,12 @@ class Engine:
     load: Callable[[], Load | None]  # None while it starts
     work_on_probes: Callable[[], list[ProbeResult]]
     """Goes on with what it computes for comparisons."""
-    # These return what came since their last call, as `work_on_probes` does:
-    take_prompts: Callable[[], tuple[RequestReport, ...]]
-    take_answers: Callable[[], tuple[RequestReport, ...]]
-    take_computed: Callable[[], tuple[ComputedPrefix, ...]]  # of named prefixes
-    take_marked: Callable[[], tuple[MarkedPrompt, ...]]  # to be kept
-    take_finished: Callable[[], Sequence[Prompt]]  # of requests that ended
+    # It appends to these, and the replica takes from them:
+    prompts: deque[RequestReport]
+    answers: deque[RequestReport]
+    computed: deque[ComputedPrefix]  # of named prefixes
+    marked: deque[MarkedPrompt]  # to be kept
+    finished: deque[Prompt]  # of requests that ended
 
 
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -224,10 +225,8 @@ class Replica:
             fetcher=fetcher,
             process=process,
         )
-        self.kept = KeptPrefixes(
-            pool, config.pin_fraction, engine.take_computed, engine.take_marked
-        )
-        self.recent = RecentPrompts(pool, engine.take_finished, self.kept, disk)
+        self.kept = KeptPrefixes(pool, config.pin_fraction, engine.computed, engine.marked)
+        self.recent = RecentPrompts(pool, engine.finished, self.kept, disk)
         self.hand_over = HandOver(
             incarnation=incarnation,
             key_bytes=key_bytes,
@@ -245,7 +244,7 @@ class Replica:
             process=process,
             events=events,
             load_reporter=LoadReporter(
-                engine.load, engine.take_prompts, engine.take_answers, self.warm_join.ended
+                engine.load, engine.prompts, engine.answers, self.warm_join.ended
             ),
         )
         self._background = Background(

@@ -37,6 +37,7 @@ from xinference_xavier.protocol.tracker import (
     Outcome,
     pack,
 )
+from xinference_xavier.runtime.aio import take_all
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,7 @@ class Publisher:
 
     def withdraw_evicted(self) -> None:
         """Queue what was evicted. What is queued as held after that has come back."""
-        # It may grow meanwhile.
-        if evicted := [self._evicted.popleft() for _ in range(len(self._evicted))]:
+        if evicted := take_all(self._evicted):
             self.enqueue(evicted, held=False)
 
     def enqueue(self, keys: Iterable[bytes], *, held: bool) -> None:
@@ -178,14 +178,14 @@ class LoadReporter:
     def __init__(
         self,
         load: Callable[[], Load | None],
-        take_prompts: Callable[[], tuple[RequestReport, ...]],
-        take_answers: Callable[[], tuple[RequestReport, ...]],
+        prompts: deque[RequestReport],
+        answers: deque[RequestReport],
         ready: asyncio.Event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load = load
-        self._take_prompts = take_prompts
-        self._take_answers = take_answers
+        self._prompts = prompts
+        self._answers = answers
         self._ready = ready
         self._clock = clock
         self._failed = False
@@ -197,9 +197,9 @@ class LoadReporter:
         while True:
             now = self._clock()
             if (load := self._current_load()) is not None:
-                prompts = self._take_prompts()
+                prompts = take_all(self._prompts)
                 if now >= at + INTERVAL or prompts or _differs(reported, load, now - at):
-                    listened = await call("report_load", load, (*prompts, *self._take_answers()))
+                    listened = await call("report_load", load, (*prompts, *take_all(self._answers)))
                     reported, at = load, now
             await asyncio.sleep(_LOOK if listened else INTERVAL)
 

@@ -5,6 +5,7 @@ import inspect
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor, Future
 from contextlib import AsyncExitStack, suppress
@@ -20,6 +21,12 @@ from xinference_xavier.limits import CALL_DEADLINE
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def take_all(queue: deque[T]) -> list[T]:
+    """What is in a queue to which another thread may append meanwhile."""
+    return [queue.popleft() for _ in range(len(queue))]
+
 
 UNREACHABLE = (OSError, TimeoutError, xoscar.ActorNotExist, xoscar.ServerClosed)
 """What a call raises when its actor cannot be reached."""
