@@ -148,7 +148,7 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
         process=SimpleNamespace(pid=11, starts=3),
         _client=SimpleNamespace(
-            counts=ClientCounts(failures=1, stats_failures=2, claim_failures=3, reconnects=4)
+            counts=ClientCounts(failures=1, stats_failures=2, claim_failures=3)
         ),
         _not_sharing=lambda: "no peers",
         _background=SimpleNamespace(refused=15),

@@ -62,7 +62,6 @@ class ClientCounts:
     """The sessions of a tracker client, and what failed."""
 
     failures: int = 0
-    reconnects: int = 0
     stats_failures: int = 0
     claim_failures: int = 0
 
@@ -226,8 +225,7 @@ class EventReporter:
 
     def __init__(self, own: Identity) -> None:
         self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
-        self._model_uid = own.model_uid
-        self._incarnation = own.incarnation
+        self._own: dict[str, Any] = {"model_uid": own.model_uid, "incarnation": own.incarnation}
         self._tracker_lost = False
 
     def tracker_session(self, error: Exception | None) -> None:
@@ -236,65 +234,45 @@ class EventReporter:
         was_lost, self._tracker_lost = self._tracker_lost, error is not None
         if self._tracker_lost == was_lost:
             return
-        uid, incarnation = self._model_uid, self._incarnation
+        who = tuple(self._own.values())
         if error is None:
-            logger.info("tracker joined again: model=%s incarnation=%s", uid, incarnation)
-            self._add(TrackerRegained(model_uid=uid, incarnation=incarnation))
+            logger.info("tracker joined again: model=%s incarnation=%s", *who)
+            self._add(TrackerRegained(**self._own))
         else:
-            logger.warning(
-                "tracker lost, retrying: model=%s incarnation=%s error=%r", uid, incarnation, error
-            )
-            self._add(TrackerLost(model_uid=uid, incarnation=incarnation, reason=repr(error)))
+            logger.warning("tracker lost, retrying: model=%s incarnation=%s error=%r", *who, error)
+            self._add(TrackerLost(**self._own, reason=repr(error)))
 
     def rolled_back(self, donor: str, reason: str, rows: int, committed: int) -> None:
         self._add(
-            FetchRolledBack(
-                model_uid=self._model_uid,
-                incarnation=self._incarnation,
-                donor=donor,
-                reason=reason,
-                rows=rows,
-                committed=committed,
-            )
+            FetchRolledBack(**self._own, donor=donor, reason=reason, rows=rows, committed=committed)
         )
 
     def differs(self, peer: str, difference: Difference) -> None:
         logger.error(
             "peer computes different rows, not sharing with it: incarnation=%s peer=%s layer=%s "
             "difference=%.3g",
-            self._incarnation,
+            self._own["incarnation"],
             peer,
             *difference,
         )
-        self._add(
-            ReplicasDiffer(
-                model_uid=self._model_uid,
-                incarnation=self._incarnation,
-                peer=peer,
-                layer=difference.layer,
-                amount=min(difference.amount, 1e9),
-            )
-        )
+        self._add(ReplicasDiffer(**self._own, peer=peer, **_finite(difference)))
 
     def audit_failed(self, donor: str | None, difference: Difference) -> None:
         logger.error(
             "audit failed, rows are dropped: incarnation=%s donor=%s layer=%s difference=%.3g",
-            self._incarnation,
+            self._own["incarnation"],
             donor,
             *difference,
         )
-        self._add(
-            AuditFailed(
-                model_uid=self._model_uid,
-                incarnation=self._incarnation,
-                donor=donor or "",
-                layer=difference.layer,
-                amount=min(difference.amount, 1e9),
-            )
-        )
+        self._add(AuditFailed(**self._own, donor=donor or "", **_finite(difference)))
 
     def _add(self, event: Event) -> None:
         self.pending.append(event_dict(event))
+
+
+def _finite(difference: Difference) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {"layer": difference.layer, "amount": min(difference.amount, 1e9)}
 
 
 _EXPLAINED = {

@@ -242,8 +242,6 @@ class TrackerClient:
         self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
         spawn(self._process.configure(reply.secret))
         await self.publisher.send_holdings(partial(self._call, namespace))
-        if self.secret is not None:
-            self.counts.reconnects += 1
         self.secret = reply.secret
         self.joined.set()
         self._events.tracker_session(None)
