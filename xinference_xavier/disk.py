@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.limits import LONGEST
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,6 @@ _SAMPLE, _PART = 1024, 16
 """Of so many rows, one part of so many goes, the least recently used. A smaller store is looked at
 as a whole."""
 _TICK_NS = 20_000_000  # a file's time is rounded to less
-_ABANDONED = 600.0  # seconds, after which nobody writes to a temporary file any more
 WEEK = 7 * 86400.0
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RESERVED_BYTES, _RESERVED_PART = 1 << 30, 50
@@ -203,7 +203,7 @@ class Store:
     def _remove_abandoned(self, temporary: str) -> None:
         with suppress(FileNotFoundError):
             age = time.time() - os.stat(temporary, dir_fd=self._descriptor).st_mtime
-            if abs(age) > _ABANDONED:  # the clock may have jumped
+            if abs(age) > LONGEST:  # the clock may have jumped
                 os.unlink(temporary, dir_fd=self._descriptor)
 
     # -- rows ---------------------------------------------------------------------------------

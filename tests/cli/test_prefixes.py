@@ -56,7 +56,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
-    monkeypatch.setattr(module, "_PAUSE", 0.0)
+    monkeypatch.setattr(module, "TICK", 0.0)
     client = partial(httpx.Client, transport=httpx.MockTransport(server))
     monkeypatch.setattr(httpx, "Client", client)
     return server

@@ -303,7 +303,7 @@ async def test_a_large_store_is_listed_in_the_background(
     async with life(tmp_path) as replica:
         await replica.save(keys)
     monkeypatch.setattr(store_module, "_PORTION", 2)
-    monkeypatch.setattr(module, "_PAUSE", NEVER)
+    monkeypatch.setattr(module, "TICK", NEVER)
     async with life(tmp_path, canary=None) as again:
         again.disk.probed(b"canary", CANARY)
         async with asyncio.timeout(NEVER / 2):

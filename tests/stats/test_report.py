@@ -180,7 +180,7 @@ def test_all_who_ask_between_two_samples_get_the_same_text() -> None:
 
 def test_sums_never_fall_however_many_replicas_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that comes back is not counted twice."""
-    monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(module, "LIMIT", 3)
     history = History()
     for number in range(10):
         history.record(str(number), stats(1))

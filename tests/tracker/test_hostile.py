@@ -120,7 +120,7 @@ async def test_calls_beyond_a_limit_are_refused(
     """Limits apply to watches, members and startup errors; earlier ones stay."""
     monkeypatch.setattr(namespaces_module, "MAX_WATCHES", 1)
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
-    monkeypatch.setattr(membership_module, "MAX_STARTUP_ERRORS", 2)
+    monkeypatch.setattr(membership_module, "LIMIT", 2)
     await join(tracker, A, B)
     waiting = await wait_for_update(tracker, "a")
     with pytest.raises(TrackerFullError, match="1 watches of this model are open"):

@@ -25,6 +25,7 @@ from xinference_xavier.errors import (
     UnknownPrefixError,
     shown,
 )
+from xinference_xavier.limits import TICK
 from xinference_xavier.stats.answers import (
     ENDED,
     SALT_HEADER,
@@ -41,8 +42,6 @@ _TIMEOUT = 30.0
 _LONG_TIMEOUT = 90.0
 ANSWER_TIMEOUT = 300.0
 _MAX_PORT = 65535
-_PAUSE = 1.0
-"""Seconds between two looks at what changes."""
 _NO_HEADERS: Mapping[str, str] = {}
 Messages = Sequence[Mapping[str, Any]]
 _NOT_FOUND = {"model": ModelNotFoundError, "prefix": UnknownPrefixError}
@@ -164,7 +163,7 @@ class XavierClient:
         """Every second, until it is kept or has failed. Raises UnknownPrefixError."""
         while (latest := self.prefix(model_uid, name, cache_salt)).state not in ENDED:
             yield latest
-            time.sleep(_PAUSE)
+            time.sleep(TICK)
         yield latest
 
     def change_prefix(
@@ -255,7 +254,7 @@ class XavierClient:
         """What `look` returns, until the model ends. Raises ModelNotFoundError if it never was."""
         yield look()
         while True:
-            time.sleep(_PAUSE)
+            time.sleep(TICK)
             try:
                 found = look()
             except ModelNotFoundError:

@@ -30,6 +30,7 @@ from vllm.v1.engine.core import DPEngineCoreProc
 from xinference_xavier.engine import compat
 from xinference_xavier.engine.audits import Audit, Audits, CanAudit
 from xinference_xavier.engine.sketches import Sketcher
+from xinference_xavier.limits import LONGEST
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.sketches import Sketch
 from xinference_xavier.protocol.tracker import GROUP
@@ -101,8 +102,6 @@ def _takes_requests(core: Any) -> bool:
 DEEP = 8192
 """The long canary's last chunk begins here, if the model takes so many tokens: Llama 4 changes its
 attention there."""
-_BUSY = 600.0  # seconds for which the long canary waits for an idle engine
-_DEADLINE = 600.0  # of a probe: the engine may be busy
 _STORE_TIME = 10.0  # seconds from the end of a probe's request until its last row is stored
 _PAUSE, _LONGEST_PAUSE = 10.0, 3600.0  # seconds until another probe, after one that was lost
 _EXCLUSIVE = 3  # special tokens are at the ends of most vocabularies
@@ -232,7 +231,7 @@ class Probes:
         probe = self._next_canary(era, now) or self._next_audit(era, now)
         if probe is None:
             return
-        probe.deadline = now + _DEADLINE
+        probe.deadline = now + LONGEST
         recent = (each for each in self._asked.values() if now < each.deadline)
         self._asked = {each.salt: each for each in (*recent, probe)}
         era.running = probe
@@ -254,7 +253,7 @@ class Probes:
         if not era.canaries:
             return None
         end = era.canaries[0]
-        if end > self._chunk_tokens and not self._can_audit(0) and now < era.began + _BUSY:
+        if end > self._chunk_tokens and not self._can_audit(0) and now < era.began + LONGEST:
             return None
         return Probe(_canary(end, self._vocabulary), {end: self._sketcher.layers})
 

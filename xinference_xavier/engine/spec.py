@@ -44,6 +44,7 @@ from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Described, Sketcher, describe_pages
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
+from xinference_xavier.limits import START_DEADLINE
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import (
@@ -60,7 +61,6 @@ from xinference_xavier.runtime.host import free_memory
 
 logger = logging.getLogger(__name__)
 
-_REGION_TIMEOUT = 60.0  # seconds to wait for the first worker
 MIN_ROWS = 16
 _PARTS = 4  # of the free memory; by default, the pools take one
 _BYTES_PER_TABLE_BYTE = 512
@@ -181,7 +181,7 @@ class XavierSpec(OffloadingSpec):
         )
 
     def _receive(self, row_bytes: int) -> Region:
-        region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
+        region = receive_region(self.config.engine_id, START_DEADLINE)
         if region.row_bytes != row_bytes:
             raise RegionError(
                 f"the first worker made rows of {region.row_bytes} bytes, but this process expects "
@@ -192,7 +192,7 @@ class XavierSpec(OffloadingSpec):
     # -- the scheduler's side -----------------------------------------------------------------
 
     def get_manager(self) -> OffloadingManager:
-        region = receive_region(self.config.engine_id, _REGION_TIMEOUT)
+        region = receive_region(self.config.engine_id, START_DEADLINE)
         note = WorkerNote(*json.loads(region.note))
         facts, config, vllm_config = self.facts, self.facts.config, self.facts.vllm
         # vLLM also switches it off itself, perhaps in its workers only. Then it computes prompts

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
+from xinference_xavier.limits import LONGEST
 from xinference_xavier.options import DEFAULT_DRAIN, Role, Routing
 from xinference_xavier.protocol.tracker import SHORT_KEY, Update, check_packed, checked, checker
 from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
@@ -152,8 +153,6 @@ def check_observation(observation: object) -> Observation:
     return good
 
 
-MAX_SECONDS = 600.0
-"""A decode replica waits no longer than that for a prefill to begin, and to end."""
 _PREFILL = ":prefill"
 _MARK = re.compile(_PREFILL + r":([^:]{1,256}):(\d{1,6}):(\d{1,6}):([0-9a-f]{32})", re.ASCII)
 
@@ -169,7 +168,7 @@ class Elsewhere(NamedTuple):
 
 def with_mark(request: str, elsewhere: Elsewhere, key: str) -> str:
     """`key` is that of the replica that decodes."""
-    queue, seconds = (min(each, MAX_SECONDS) * 1000 for each in elsewhere[1:])
+    queue, seconds = (min(each, LONGEST) * 1000 for each in elsewhere[1:])
     mark = f"{elsewhere.replica}:{queue:.0f}:{seconds:.0f}"
     return f"{request}{_PREFILL}:{mark}:{_signature(mark, key)}"
 

@@ -28,7 +28,6 @@ MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
 MAX_PACKED_BYTES = 64 << 20  # keys of one publication: 1.8 million keys of 36 bytes
 MAX_REPORTED = 100  # events in one heartbeat
-MAX_CLAIM_SECONDS = 600.0
 MAX_CHANGE_SECONDS = 3600.0  # of a change that is put back
 GROUP = slice(-4, None)
 """The part of a key that is the number of its KV-cache group."""

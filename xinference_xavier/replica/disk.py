@@ -40,7 +40,7 @@ from typing import Any
 
 from xinference_xavier import disk
 from xinference_xavier.disk import DamagedRowError, Store
-from xinference_xavier.limits import MOST_PAUSE
+from xinference_xavier.limits import MOST_PAUSE, TICK
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
@@ -53,7 +53,6 @@ from xinference_xavier.stats.schema import DiskStats
 
 logger = logging.getLogger(__name__)
 
-_PAUSE = 1.0  # seconds between two looks at the folders, at most
 _HANGS = 10.0  # seconds
 _BATCH = 16  # rows that are pinned and written at a time
 READERS = 4
@@ -249,7 +248,7 @@ class Disk:
         while True:
             before = self.state
             with suppress(TimeoutError):
-                await within(0.0 if self._wanted and self._saves else _PAUSE, self._news.wait())
+                await within(0.0 if self._wanted and self._saves else TICK, self._news.wait())
             self._news.clear()
             try:
                 await self._work()

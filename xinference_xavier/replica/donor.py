@@ -16,6 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from xinference_xavier.errors import GrantRefusedError
+from xinference_xavier.limits import TICK
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
@@ -26,7 +27,6 @@ from xinference_xavier.replica.reports import Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
 
 _BATCH = 16  # rows
-_INTERVAL = 1.0  # seconds
 
 
 class Checksums:
@@ -92,7 +92,7 @@ class Donor:
         """End grants that are over, and what connects us with replicas that are no peers any more,
         until cancelled. One may open a link after its lease has expired, before it knows."""
         while True:
-            await asyncio.sleep(_INTERVAL)
+            await asyncio.sleep(TICK)
             self.grants.expire(time.monotonic())
             peers = frozenset(self._mirror.peers)
             # Links first: while a link is open, granted rows may be in flight.

@@ -21,6 +21,7 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
+from xinference_xavier.limits import START_DEADLINE, TICK
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
@@ -56,8 +57,6 @@ from xinference_xavier.stats import schema
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING_INTERVAL = 1.0  # seconds, as are the others
-_START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 3.0
 
 
@@ -261,7 +260,7 @@ class Replica:
 
     def start(self) -> None:
         """Raises TransportError if no port can be listened on."""
-        self._thread.start(_START_TIMEOUT)
+        self._thread.start(START_DEADLINE)
 
     def stop(self) -> None:
         """Leave the tracker; end the thread and the transfer process."""
@@ -305,7 +304,7 @@ class Replica:
     async def _housekeep(self) -> None:
         sharing_log = SharingLog(self.incarnation)
         while True:
-            await asyncio.sleep(_HOUSEKEEPING_INTERVAL)
+            await asyncio.sleep(TICK)
             self.publisher.withdraw_evicted()
             self.publisher.flush()
             self.recent.collect()

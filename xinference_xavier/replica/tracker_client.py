@@ -23,10 +23,9 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
-from xinference_xavier.limits import CALL_DEADLINE
+from xinference_xavier.limits import CALL_DEADLINE, LONGEST
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.protocol.tracker import (
-    MAX_CLAIM_SECONDS,
     MAX_REPORTED,
     PROTOCOL_VERSION,
     Comparison,
@@ -175,7 +174,7 @@ class TrackerClient:
         held_by_peer = 0
         try:
             if self.joined.is_set():
-                seconds = min(CLAIM_FACTOR * claim.seconds, MAX_CLAIM_SECONDS)
+                seconds = min(CLAIM_FACTOR * claim.seconds, LONGEST)
                 call = self._call(self._namespace.current, "claim", pack(claim.keys), seconds)
                 held_by_peer = await within(CLAIM_DEADLINE, call)
         except Exception:

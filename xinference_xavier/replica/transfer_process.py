@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import xoscar
 
 from xinference_xavier.errors import OutOfReachError, XavierError
-from xinference_xavier.limits import CALL_DEADLINE, MOST_PAUSE
+from xinference_xavier.limits import CALL_DEADLINE, MOST_PAUSE, START_DEADLINE
 from xinference_xavier.peers import Peer
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
@@ -36,7 +36,6 @@ from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT = 60.0  # importing torch on a busy machine
 _REGISTERED_PER_SECOND = 1 << 30  # bytes of the pool; NIXL took half a second for each GiB
 _CONFIGURE_TIMEOUT = 20.0
 _GRACE = 2.0  # after its deadline, before a call counts as stuck
@@ -139,10 +138,10 @@ class TransferProcess:
             answer, control = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
             scope.undo(control.close)
             control.write(self._startup.to_json())
-            async with asyncio.timeout(_START_TIMEOUT + self._region.size / _REGISTERED_PER_SECOND):
+            async with asyncio.timeout(START_DEADLINE + self._region.size / _REGISTERED_PER_SECOND):
                 started = Started.from_json(await answer.readline())
             finding = xoscar.actor_ref(started.endpoint.address, TRANSFER_UID)
-            actor = await within(_START_TIMEOUT, finding)
+            actor = await within(START_DEADLINE, finding)
             scope.commit()
         exited = asyncio.ensure_future(process.wait())
         return _Child(process, control, started, actor, exited)

@@ -25,7 +25,7 @@ from xinference_xavier.frontend.model_router import (
     ModelRouter,
     QueueFullError,
 )
-from xinference_xavier.limits import CALL_DEADLINE
+from xinference_xavier.limits import CALL_DEADLINE, LONGEST
 from xinference_xavier.protocol.load import prefill_id
 from xinference_xavier.routing.route import Route
 from xinference_xavier.runtime.aio import spawn, within
@@ -33,7 +33,6 @@ from xinference_xavier.serving import seam
 
 logger = logging.getLogger(__name__)
 
-_PREFILL_TIMEOUT = 600.0  # seconds
 _ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False, "temperature": 0}
 _ABOUT_ANSWERS = {
     "best_of",
@@ -76,7 +75,7 @@ async def prefill(
     model, failed = None, False
     try:
         model = await connect(route.prefills_at)
-        await within(_PREFILL_TIMEOUT, getattr(model, method)(asked, *rest, **call))
+        await within(LONGEST, getattr(model, method)(asked, *rest, **call))
     except asyncio.CancelledError:
         if model is not None:
             with anyio.CancelScope(shield=True), suppress(Exception):

@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.stats.schema import Counters, ReplicaStats, Totals, TrackerStats
 
 MAX_NUMBER = 1 << 63
@@ -102,8 +103,6 @@ def _number(value: object) -> float:
 INTERVAL = 10.0
 """Seconds between two samples."""
 MAX_SAMPLES = 360
-MAX_REMEMBERED = 1000
-"""Replicas whose counters are kept apart; older ones are added up."""
 ANY_REASON = "any"
 """Stands for all reasons of rollbacks, because peers could invent any number of them."""
 
@@ -125,7 +124,7 @@ class History:
         counters.fetches.rolled_back = {ANY_REASON: rolled_back}
         self._latest.pop(incarnation, None)
         self._latest[incarnation] = counters
-        if len(self._latest) > MAX_REMEMBERED:
+        if len(self._latest) > LIMIT:
             add(self._forgotten, self._latest.pop(next(iter(self._latest))))
 
     def tick(self, now: float, time: float) -> None:

@@ -19,6 +19,7 @@ from heapq import nlargest
 from typing import Any, NamedTuple
 
 from xinference_xavier.errors import PrefixRefusedError
+from xinference_xavier.limits import LONGEST, TICK
 from xinference_xavier.protocol.prefixes import (
     QUESTION,
     KeptPrefix,
@@ -38,11 +39,8 @@ from xinference_xavier.tracker.observers import Loads
 
 logger = logging.getLogger(__name__)
 
-TICK = 1.0
 MAX_SHOWN = 100
 """Names in a model's status, which is asked for every second."""
-_PATIENCE = 600.0
-"""Seconds for a prefix to be computed."""
 _BACKOFF = 2.0, 300.0
 _TRIES = 2
 """Requests beyond one per replica before a new prefix waits until its replicas are idle."""
@@ -399,7 +397,7 @@ class Keeper:
         work.requests += 1
         try:
             number = request_id(prefix.id, time.time_ns())  # another tracker may have asked, too
-            await within(_PATIENCE, self._compute(self._name_of(incarnation), prefix, number))
+            await within(LONGEST, self._compute(self._name_of(incarnation), prefix, number))
             work.failures = 0
         except Exception as error:
             work.failures += 1

