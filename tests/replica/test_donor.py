@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness.comparisons import compared, compared_mirror
+from tests.tracker_pools import let_others_run
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
@@ -20,6 +21,7 @@ from xinference_xavier.protocol.transfer import (
     Endpoint,
     GrantRequest,
 )
+from xinference_xavier.replica import donor as module
 from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.donor import Checksums, Donor, Grants
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -171,6 +173,30 @@ async def test_a_donor_grants_nothing_from_a_reset_until_its_peers_have_followed
         scene.donor.grant(request)
     scene.join()
     assert scene.donor.grant(request).grant_id
+
+
+async def test_links_and_grants_of_a_replica_that_is_gone_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links first: while one is open, granted rows may be in flight."""
+    monkeypatch.setattr(module, "TICK", 0.0)
+    scene.donor.grant(REQUEST)
+    ended: list[int] = []
+
+    async def close_links_except(peers: frozenset[str]) -> None:
+        if not peers:
+            ended.append(len(scene.donor.grants))
+
+    scene.process.close_links_except = close_links_except
+    running = asyncio.create_task(scene.donor.run())
+    await let_others_run()
+    assert (ended, len(scene.donor.grants)) == ([], 1)
+    scene.mirror.apply(Update(2, "epoch", True, Settings(), 4, (), ()))
+    await let_others_run()
+    running.cancel()
+    await asyncio.wait({running})
+    assert ended[0] == 1
+    assert len(scene.donor.grants) == 0
 
 
 def test_what_a_peer_gets_counts_as_used(pool: Pool) -> None:
