@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.config import ENABLE, LaunchOptions, parse_options, take_launch_options
+from xinference_xavier.config import ENABLE, parse_options, take_launch_options
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.options import LaunchOptions
 
 
 def parsed(**options: Any) -> LaunchOptions:

@@ -10,7 +10,6 @@ from tests.launch_options import parsed, refusal
 from xinference_xavier.config import (
     ENABLE,
     UPSTREAM_OPTIONS,
-    LaunchOptions,
     XavierConfig,
     for_worker,
     kv_transfer_config,
@@ -18,6 +17,7 @@ from xinference_xavier.config import (
     take_launch_options,
 )
 from xinference_xavier.errors import ConfigError
+from xinference_xavier.options import LaunchOptions
 
 GiB = 1 << 30
 

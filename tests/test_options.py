@@ -50,6 +50,7 @@ GiB = 1 << 30
         ("host", " 10.1.2.3/8 ", "10.0.0.0/8"),
         ("host", "fd00::7/64", "fd00::/64"),
         ("roles", "prefill:1, decode:2", ("prefill", "decode", "decode")),
+        ("roles", ["prefill", "decode"], ("prefill", "decode")),
     ],
 )
 def test_what_a_launch_may_write(option: str, written: object, value: object) -> None:
@@ -100,10 +101,10 @@ QUEUE = "use a number of requests from 0 to 100000"
         ("host", ["0.0.0.0", "::"], "not an address a peer can reach"),
         ("host", ["a b", 7], "is not a host"),
         ("disk", ["cache/xavier", 7], "is not an absolute path"),
-        ("roles", ["", "prefill", ["prefill"]], "is not a list of roles"),
+        ("roles", ["", "prefill", 7], "is not a list of roles"),
         ("roles", ["encode:1,any:1"], "has an unknown role, encode"),
         ("roles", ["decode:100000"], "has more than 1000 replicas"),
-        ("roles", ["prefill:2"], "has no replica that answers"),
+        ("roles", ["prefill:2", ["prefill"]], "has no replica that answers"),
         ("pin_fraction", ["-0.1", "1.5", "half", "nan"], "use a part of the pool from 0 to 1"),
         ("warm_join", ["-1", "601", "soon", "nan"], "use seconds from 0 (off) to 600"),
         ("drain", ["-1", "3601", "soon", "nan"], "use seconds from 0 (off) to 3600"),

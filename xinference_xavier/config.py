@@ -21,20 +21,13 @@ from pydantic_core import to_jsonable_python
 
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.options import (
-    DEFAULT_DRAIN,
-    DEFAULT_FETCH_TIMEOUT,
-    DEFAULT_PIN_FRACTION,
-    DEFAULT_QUEUE,
-    DEFAULT_WARM_JOIN,
     LEAST_FETCH_TOKENS,
-    MAX_DRAIN,
-    MAX_WARM_JOIN,
     PARSERS,
     RETIRED,
+    RULES,
     Backend,
+    LaunchOptions,
     Role,
-    Routing,
-    Saved,
     parse_backend,
     parse_bool,
 )
@@ -64,46 +57,7 @@ OWN_VARIABLES = frozenset({"XINFERENCE_XAVIER_TENANTS"})
 """Of the API process; no launch has such an option."""
 
 
-_RULES = pydantic.ConfigDict(extra="forbid", strict=True)
-
-
-@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)
-class LaunchOptions:
-    """What a launch, or the cluster's environment, says of all its replicas.
-
-    ``pool_bytes`` is the total over the replica's ``engines``, several with data parallelism, and
-    their vLLM workers. None stands for the size of the KV cache, if memory allows.
-    ``chunk_tokens`` None stands for 128, rounded up to the model's block size. Only the engine
-    knows both. With ``min_fetch_tokens`` None the engine measures whether a run of
-    ``least_fetch_tokens`` or more is worth a fetch. ``disk`` is a folder of the replica's host:
-    rows take at most ``disk_bytes`` there, with None a tenth of its file system; ``disk_save`` says
-    which. ``roles`` are those of the replicas. ``from_environment`` are the fields whose values are
-    the cluster's defaults.
-    """
-
-    pool_bytes: int | None = None
-    chunk_tokens: int | None = None
-    transport: str = "auto"
-    host: str | None = None
-    port_range: Annotated[tuple[int, int], pydantic.Strict(False)] | None = None  # a list in JSON
-    fetch_timeout: float = DEFAULT_FETCH_TIMEOUT
-    min_fetch_tokens: int | None = None
-    hooks: str | None = None
-    audit: bool = True
-    routing: Routing = "auto"
-    queue: Annotated[int, pydantic.Field(ge=0)] = DEFAULT_QUEUE
-    pin_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = DEFAULT_PIN_FRACTION
-    warm_join: Annotated[float, pydantic.Field(ge=0, le=MAX_WARM_JOIN)] = DEFAULT_WARM_JOIN
-    drain: Annotated[float, pydantic.Field(ge=0, le=MAX_DRAIN)] = DEFAULT_DRAIN
-    disk: str | None = None
-    disk_bytes: int | None = None
-    disk_save: Saved = "reused"
-    untested_vllm: bool = False
-    from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
-    roles: Annotated[tuple[Role, ...], pydantic.Strict(False)] | None = None
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=_RULES)
+@pydantic.dataclasses.dataclass(frozen=True, config=RULES)
 class XavierConfig(LaunchOptions):
     """The configuration of one replica.
 

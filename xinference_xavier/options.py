@@ -6,7 +6,7 @@ Options come from Python, JSON and the command line, so numbers may be text.
 import ipaddress
 import os
 import re
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import pydantic
 from pydantic import BeforeValidator, Field
@@ -35,11 +35,7 @@ TRANSPORTS = {
 }
 """The transport classes that each name stands for, best first. Only transfer processes import
 them."""
-DEFAULT_FETCH_TIMEOUT = 5.0
 LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whole step of the engine
-DEFAULT_QUEUE = 100
-DEFAULT_PIN_FRACTION = 0.5
-DEFAULT_WARM_JOIN = 10.0
 MAX_WARM_JOIN = 600.0  # seconds
 DEFAULT_DRAIN = 30.0
 MAX_DRAIN = 3600.0  # seconds
@@ -182,6 +178,8 @@ def _port_range(value: object) -> tuple[int, int]:
 
 def _roles(value: object) -> tuple[str, ...]:
     """The role of each replica, in order."""
+    if isinstance(value, (list, tuple)):  # parsed already
+        value = ",".join(f"{role}:1" for role in value)
     match = re.fullmatch(r"(\w+:\d+)(,\w+:\d+)*", "".join(str(value).split()), re.ASCII)
     if match is None:
         raise ValueError("is not a list of roles")
@@ -197,84 +195,84 @@ def _roles(value: object) -> tuple[str, ...]:
     return tuple(roles)
 
 
-def _choice(names: Any) -> Option:
-    return Option(
-        Annotated[names, BeforeValidator(_word)], f"use one of {', '.join(get_args(names))}"
-    )
+def _one_of(choices: Any) -> str:
+    return f"use one of {', '.join(get_args(choices))}"
 
 
-def _range(low: float, high: float, remedy: str) -> Option:
-    number = Annotated[float, BeforeValidator(_no_bool), Field(ge=low, le=high)]
-    return Option(number, remedy)
-
-
+_Size = Annotated[int, BeforeValidator(_bytes), Field(gt=0)]
 _Whole = Annotated[int, BeforeValidator(_no_bool)]
-_TOKENS = Option(Annotated[_Whole, Field(ge=0)], "use a number of tokens, 0 or more")
-_SWITCH = Option(Annotated[bool, BeforeValidator(_word)], "use true or false")
-parse_backend = _choice(Backend)
-_SIZE_OPTION = Option(
-    Annotated[int, BeforeValidator(_bytes), Field(gt=0)],
-    "use a positive number of bytes or a size like 4GiB or 512MiB",
-)
+_Number = Annotated[float, BeforeValidator(_no_bool)]
+_Switch = Annotated[bool, BeforeValidator(_word)]
+RULES = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=RULES)
+class LaunchOptions:
+    """What a launch, or the cluster's environment, says of all its replicas.
+
+    `pool_bytes` is the total over a replica's engines, several with data parallelism, and their
+    vLLM workers. None stands for the size of the KV cache, if memory allows. `chunk_tokens` None
+    stands for 128, rounded up to the model's block size. Only the engine knows both. With
+    `min_fetch_tokens` None the engine measures whether a run of `LEAST_FETCH_TOKENS` or more is
+    worth a fetch. `disk` is a folder of the replica's host: rows take at most `disk_bytes` there,
+    with None a tenth of its file system; `disk_save` says which. `from_environment` are the fields
+    whose values are the cluster's defaults.
+    """
+
+    pool_bytes: _Size | None = None
+    routing: Annotated[Routing, BeforeValidator(_word)] = "auto"
+    roles: Annotated[tuple[Role, ...], BeforeValidator(_roles)] | None = None
+    host: Annotated[str, BeforeValidator(_host)] | None = None
+    port_range: Annotated[tuple[int, int], BeforeValidator(_port_range)] | None = None
+    chunk_tokens: Annotated[_Whole, Field(gt=0)] | None = None
+    transport: Annotated[str, BeforeValidator(_transport)] = "auto"
+    fetch_timeout: Annotated[_Number, Field(gt=0, lt=MAX_FETCH_TIMEOUT)] = 5.0
+    min_fetch_tokens: Annotated[_Whole, Field(ge=0)] | None = None
+    queue: Annotated[_Whole, Field(ge=0, le=MAX_QUEUE)] = 100
+    pin_fraction: Annotated[_Number, Field(ge=0, le=1)] = 0.5
+    warm_join: Annotated[_Number, Field(ge=0, le=MAX_WARM_JOIN)] = 10.0
+    drain: Annotated[_Number, Field(ge=0, le=MAX_DRAIN)] = DEFAULT_DRAIN
+    disk: Annotated[str, BeforeValidator(_folder)] | None = None
+    disk_bytes: _Size | None = None
+    disk_save: Annotated[Saved, BeforeValidator(_word)] = "reused"
+    audit: _Switch = True
+    hooks: Annotated[str, BeforeValidator(_function)] | None = None
+    untested_vllm: _Switch = False
+    from_environment: Annotated[tuple[str, ...], pydantic.Strict(False)] = ()
+
+
+_BYTES = "use a positive number of bytes or a size like 4GiB or 512MiB"
 BASIC = {
-    "xavier_pool_bytes": _SIZE_OPTION,
-    "xavier_routing": _choice(Routing),
-    "xavier_roles": Option(
-        Annotated[tuple[Role, ...], BeforeValidator(_roles)],
-        "use numbers of replicas by role, such as prefill:1,decode:2",
-    ),
-    "xavier_host": Option(
-        Annotated[str, BeforeValidator(_host)], "use a host name or an IP address without a port"
-    ),
-    "xavier_port_range": Option(
-        Annotated[tuple[int, int], BeforeValidator(_port_range)],
-        f"use LOW-HIGH within {_LOWEST_PORT}-{MAX_PORT}, such as 40000-40100, "
-        f"with at least {PORTS_PER_REPLICA} ports for every replica of a host",
-    ),
+    "xavier_pool_bytes": _BYTES,
+    "xavier_routing": _one_of(Routing),
+    "xavier_roles": "use numbers of replicas by role, such as prefill:1,decode:2",
+    "xavier_host": "use a host name or an IP address without a port",
+    "xavier_port_range": f"use LOW-HIGH within {_LOWEST_PORT}-{MAX_PORT}, such as 40000-40100, "
+    f"with at least {PORTS_PER_REPLICA} ports for every replica of a host",
 }
 EXPERT = {
-    "xavier_chunk_tokens": Option(
-        Annotated[_Whole, Field(gt=0)],
-        "use a positive multiple of the model's block size, such as 128",
-    ),
-    "xavier_transport": Option(
-        Annotated[str, BeforeValidator(_transport)],
-        f"use one of {', '.join(TRANSPORTS)}, or module:Class for one of your own",
-    ),
-    "xavier_fetch_timeout": Option(
-        Annotated[float, BeforeValidator(_no_bool), Field(gt=0, lt=MAX_FETCH_TIMEOUT)],
-        f"use seconds above 0 and below an hour, such as {DEFAULT_FETCH_TIMEOUT:g}",
-    ),
-    "xavier_min_fetch_tokens": _TOKENS,
-    "xavier_queue": Option(
-        Annotated[_Whole, Field(ge=0, le=MAX_QUEUE)],
-        f"use a number of requests from 0 to {MAX_QUEUE}",
-    ),
-    "xavier_pin_fraction": _range(
-        0, 1, f"use a part of the pool from 0 to 1, such as {DEFAULT_PIN_FRACTION:g}"
-    ),
-    "xavier_warm_join": _range(
-        0,
-        MAX_WARM_JOIN,
-        f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as {DEFAULT_WARM_JOIN:g}",
-    ),
-    "xavier_drain": _range(
-        0, MAX_DRAIN, f"use seconds from 0 (off) to {MAX_DRAIN:g}, such as {DEFAULT_DRAIN:g}"
-    ),
-    "xavier_disk": Option(
-        Annotated[str, BeforeValidator(_folder)],
-        "name a folder on a local disk of each worker, such as /var/cache/xavier",
-    ),
-    "xavier_disk_bytes": _SIZE_OPTION,
-    "xavier_disk_save": _choice(Saved),
-    "xavier_audit": _SWITCH,
-    "xavier_hooks": Option(
-        Annotated[str, BeforeValidator(_function)], "name one as module:function"
-    ),
-    "xavier_untested_vllm": _SWITCH,
+    "xavier_chunk_tokens": "use a positive multiple of the model's block size, such as 128",
+    "xavier_transport": f"use one of {', '.join(TRANSPORTS)}, or module:Class for one of your own",
+    "xavier_fetch_timeout": "use seconds above 0 and below an hour, such as 5",
+    "xavier_min_fetch_tokens": "use a number of tokens, 0 or more",
+    "xavier_queue": f"use a number of requests from 0 to {MAX_QUEUE}",
+    "xavier_pin_fraction": "use a part of the pool from 0 to 1, such as 0.5",
+    "xavier_warm_join": f"use seconds from 0 (off) to {MAX_WARM_JOIN:g}, such as 10",
+    "xavier_drain": f"use seconds from 0 (off) to {MAX_DRAIN:g}, such as {DEFAULT_DRAIN:g}",
+    "xavier_disk": "name a folder on a local disk of each worker, such as /var/cache/xavier",
+    "xavier_disk_bytes": _BYTES,
+    "xavier_disk_save": _one_of(Saved),
+    "xavier_audit": "use true or false",
+    "xavier_hooks": "name one as module:function",
+    "xavier_untested_vllm": "use true or false",
 }
-"""Options whose defaults suit most clusters."""
-PARSERS = BASIC | EXPERT
+"""Options whose defaults suit most clusters. Each has its remedy."""
+_KINDS = get_type_hints(LaunchOptions, include_extras=True)
+PARSERS = {
+    name: Option(_KINDS[name.removeprefix("xavier_")], remedy)
+    for name, remedy in (BASIC | EXPERT).items()
+}
+parse_backend = Option(Annotated[Backend, BeforeValidator(_word)], _one_of(Backend))
 RETIRED = {
     "xavier_prefill_threshold": "prefills go to a prefill replica where that is forecast to pay",
 }
@@ -294,4 +292,4 @@ option of the tracker's command."""
 
 def parse_bool(option: str, value: object) -> bool:
     """Raises ConfigError. What is not given is false."""
-    return value is not None and bool(_SWITCH(option, value))
+    return value is not None and bool(Option(_Switch, "use true or false")(option, value))
