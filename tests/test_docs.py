@@ -261,3 +261,15 @@ def test_a_chinese_page_says_what_the_english_one_says(
     page: str, part: Callable[[str], Sized]
 ) -> None:
     assert part(f"docs/zh/{page}") == part(f"docs/{page}")
+
+
+def test_the_readmes_times_are_those_of_the_report() -> None:
+    """`docs/benchmarks.md` has them in milliseconds."""
+    report = (DOCS / "benchmarks.md").read_text().partition("## A remote hit")[2]
+    rows = [row for row in figures(ENGLISH) if row[0] in {"1,000", "8,000"}]
+    assert len(rows) == 2
+    for tokens, *times in rows:
+        (measured,) = re.findall(rf"^\| {tokens} \| (.*) \|$", report.partition("\n## ")[0], re.M)
+        milliseconds = [int(each) for each in re.findall(r"\d+", measured)]
+        shown = {f"{each / 1000:.{places}f}" for each in milliseconds for places in (1, 2)}
+        assert set(times) <= shown
