@@ -43,3 +43,11 @@ def test_each_stop_exists(stop: Stop) -> None:
         (within,) = (
             node for node in ast.iter_child_nodes(within) if getattr(node, "name", "") == name
         )
+
+
+def test_each_way_counts_its_files() -> None:
+    ways = [part for part in PAGE.split("\n## ") if part.startswith("One ")]
+    assert len(ways) == 5
+    for way in ways:
+        files = {stop.file for stop in STOPS if f"\n| `{stop.file}` | " in way}
+        assert f"{len(files)} files:\n" in way
