@@ -54,7 +54,7 @@ UPSTREAM_OPTIONS = frozenset(
 )
 UPSTREAM_VARIABLES = frozenset({"XINFERENCE_XAVIER_PROFILE"})
 OWN_VARIABLES = frozenset({"XINFERENCE_XAVIER_TENANTS"})
-"""Of the API process; no launch has such an option."""
+"""Variables of the API process, which no launch has as an option."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=RULES)
@@ -85,7 +85,7 @@ class XavierConfig(LaunchOptions):
 
     @property
     def least_fetch_tokens(self) -> int:
-        """Shorter runs are always computed."""
+        """The shortest run that may be fetched; shorter ones are always computed."""
         given = self.min_fetch_tokens
         return LEAST_FETCH_TOKENS if given is None else given
 
@@ -161,7 +161,8 @@ def _leave_to_builtin(kwargs: MutableMapping[str, Any]) -> None:
 
 
 def _backend(given: Mapping[str, Any], foreign: bool) -> Backend:
-    """Whose launch it is: as it says, else whose options it has, else the cluster's default."""
+    """The Xavier that a launch uses: the one that it names, else the one whose options it has, else
+    the cluster's default."""
     named = {_plain(name): value for name, value in given.items() if value is not None}
     own = next((name for name in named if name in PARSERS or name in RETIRED), None)
     if BACKEND in named:
@@ -182,7 +183,7 @@ def _backend(given: Mapping[str, Any], foreign: bool) -> Backend:
 
 
 def default_backend() -> Backend:
-    """The cluster's, from the environment. Raises ConfigError."""
+    """The cluster's default, from the environment. Raises ConfigError."""
     variable = _variable(BACKEND)
     backend: Backend = parse_backend(variable, os.environ.get(variable) or "extension")
     return backend
@@ -243,7 +244,7 @@ def _variable(option: str) -> str:
 
 
 def _is_own(name: str) -> bool:
-    """Whether an argument of a launch is for ours only."""
+    """True if an argument of a launch is for ours only."""
     return _plain(name) in {*PARSERS, *RETIRED, BACKEND}
 
 

@@ -55,8 +55,8 @@ _FOLDERS = 256
 _PORTION = 4096
 """Names that are listed at a time, which takes 10 ms."""
 _SAMPLE, _PART = 1024, 16
-"""Of so many rows, one part of so many goes, the least recently used. A smaller store is looked at
-as a whole."""
+"""So many rows are looked at, and one part of so many goes, the least recently used. A smaller
+store is looked at as a whole."""
 _TICK_NS = 20_000_000  # a file's time is rounded to less
 WEEK = 7 * 86400.0
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -136,12 +136,12 @@ class Store:
         self._direct = _direct(self._descriptor)
 
     def close(self) -> None:
-        """It has no rows any more. Calls of `read` that are under way go on."""
+        """Let go of all rows. Calls of `read` that are under way go on."""
         for number in range(_FOLDERS):  # a million at once would hold up all threads
             self._keys[number] = set()
 
     def is_gone(self) -> bool:
-        """Whether the store was removed or replaced."""
+        """True if the store was removed or replaced."""
         try:
             noted = (self.folder / "store.json").stat()
             return not os.path.samestat(noted, os.fstat(self._note_file))
@@ -165,7 +165,7 @@ class Store:
 
     @property
     def is_known(self) -> bool:
-        """Whether all folders have been listed."""
+        """True if all folders have been listed."""
         return None not in self._listed
 
     def look(self) -> None:
@@ -517,7 +517,7 @@ def remove_unused(parent: Path, now: float) -> list[Path]:
 
 
 def _stores(parent: Path) -> list[Path]:
-    """Those that are used, and what is left of others."""
+    """The stores that are used, and what is left of others."""
     with os.scandir(parent) as entries:
         folders = [parent / each.name for each in entries if each.is_dir(follow_symlinks=False)]
     return [

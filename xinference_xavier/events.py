@@ -126,7 +126,7 @@ class SharingSwitched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingChanged(Event):
-    """How requests find a replica was changed; with an empty `routing`, to that of the launch."""
+    """The routing was changed; an empty `routing` is that of the launch."""
 
     routing: str
 

@@ -139,7 +139,7 @@ class Mirror:
         self._distrusted: dict[str, None] = {}  # incarnations; they may leave and come back
 
     def set_compared(self, compared: bool) -> None:
-        """Whether this replica computes what others of its namespace compute."""
+        """Note whether this replica computes what others of its namespace compute."""
         self.is_compared = compared
         self._set_usable()
 
@@ -238,7 +238,7 @@ class Mirror:
 
     @property
     def _moves(self) -> bool:
-        """Whether order matters yet. Moving keys makes a dictionary grow."""
+        """True if order matters yet. Moving keys makes a dictionary grow."""
         return self._size > self._max_keys // 2
 
     def _set_usable(self) -> None:

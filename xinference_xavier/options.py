@@ -19,7 +19,8 @@ _GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 _NIXL = "xinference_xavier.transfer.transports.nixl:NixlTransport"
 _SHARED_MEMORY = "xinference_xavier.transfer.transports.shared_memory:SharedMemoryTransport"
 Routing = Literal["auto", "backlog", "off"]
-"""Requests go to the replica that answers first, to that with the smallest backlog, or in turn."""
+"""Requests go to the replica that answers first, to the one with the smallest backlog, or
+round-robin."""
 Backend = Literal["extension", "builtin"]
 """This extension's Xavier, or the one built into xinference."""
 Saved = Literal["reused", "all"]
@@ -291,5 +292,5 @@ option of the tracker's command."""
 
 
 def parse_bool(option: str, value: object) -> bool:
-    """Raises ConfigError. What is not given is false."""
+    """The value of a switch; false if it is not given. Raises ConfigError."""
     return value is not None and bool(Option(_Switch, "use true or false")(option, value))

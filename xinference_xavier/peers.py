@@ -73,7 +73,7 @@ class Source:
         return max(_MIN_PATIENCE, _PATIENCE * rate.predict(rows)) if rate else math.inf
 
     def is_due(self, now: float) -> bool:
-        """Whether it is left out and may be tried."""
+        """True if it is left out and may be tried."""
         return self.outage.is_on and self.outage.until <= now
 
     def begun(self, now: float) -> None:
@@ -82,7 +82,7 @@ class Source:
         self.outage.until = math.inf  # no trial before this one has ended
 
     def failed(self, rows: int, seconds: float, reason: str, now: float) -> None:
-        """None of the rows arrived, of which a fetch was to bring so many."""
+        """A fetch was to bring so many rows, and none of them arrived."""
         if reason in _BLAMELESS:
             self.outage.prolong(now)
             return
@@ -154,7 +154,7 @@ class Peers(dict[str, Peer]):
 
     @property
     def serving(self) -> frozenset[str]:
-        """Those that can be fetched from now. Others may hold chunks, too."""
+        """The peers that can be fetched from now. Others may hold chunks, too."""
         return frozenset(peer.name for peer in [*self.values()] if peer.serves)
 
     def address(self, name: str) -> str | None:
@@ -175,7 +175,7 @@ class Peers(dict[str, Peer]):
         return sum(each.bit for each in self.sources() if holds(each))
 
     def set_of(self, names: Iterable[str]) -> int:
-        """Ignores unknown names."""
+        """The set of the named sources. Unknown names are ignored."""
         found = 0
         for name in names:
             if name == DISK:

@@ -24,7 +24,7 @@ SUPPORTED_OR_NEWER = f">={_name(OLDEST)}"
 
 
 def is_newer(version: str) -> bool:
-    """Whether a `version` is newer than all that were tested."""
+    """True if a `version` is newer than all that were tested."""
     numbers = _numbers(version)
     return numbers is not None and numbers > NEWEST
 
@@ -42,8 +42,8 @@ def check(version: str, untested: bool = False) -> None:
 
 
 def refusal(vllm: str, reason: str, newer: bool = False) -> ConfigError:
-    """Why a version of `vllm`, or a requirement of one, does not do, and the ways out. One that is
-    only too new may be tried."""
+    """The error for a version of `vllm`, or a requirement of one, that cannot share, with the ways
+    out. One that is only too new may be tried."""
     return ConfigError(
         "vllm",
         vllm,

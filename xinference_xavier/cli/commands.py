@@ -236,7 +236,7 @@ def routing(client: XavierClient, model: str, mode: str | None) -> None:
     """Show or change how requests to MODEL find a replica.
 
     auto: the replica that answers first; backlog: that with the smallest backlog, whatever it
-    holds; off: in turn.
+    holds; off: round-robin.
     """
     status = client.status(model) if mode is None else client.set_routing(model, mode)
     shown = status.routing.mode or "not known: no replica has reported its load yet"

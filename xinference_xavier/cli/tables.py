@@ -42,7 +42,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def new_table(left: Iterable[str], right: Iterable[str] = ()) -> Table:
-    """Numbers are in columns on the `right` of texts."""
+    """A table for people, with texts on the `left` and numbers on the `right`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in left:
         table.add_column(name)

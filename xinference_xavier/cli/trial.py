@@ -2,7 +2,7 @@
 
 One prompt is computed while sharing is off. Another one is computed by the replica whose turn it
 is, then asked for until it has come from another replica and from the one that answers. Meanwhile
-requests go to the replicas in turn; then sharing and routing are as before. The server puts them
+requests go round-robin; then sharing and routing are as before. The server puts them
 back, even if this program is killed. The replicas' counters show where the tokens came from.
 """
 
@@ -49,7 +49,7 @@ class Answer(NamedTuple):
 
 
 def words(count: int) -> str:
-    """A prompt that nobody has asked for. Almost every word is a token."""
+    """A prompt that nobody has asked before. Almost every word is a token."""
     return " ".join(random.SystemRandom().choices(_WORDS, k=count))
 
 
@@ -71,7 +71,7 @@ class Trial:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Send requests to the replicas in turn, and leave routing and sharing as they were."""
+        """Send requests round-robin, and leave routing and sharing as they were."""
         try:
             self._route_in_turn()
             yield

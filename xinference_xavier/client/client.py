@@ -108,7 +108,7 @@ class XavierClient:
         tools: Messages | None = None,
         cache_salt: str | None = None,
     ) -> Explanation:
-        """Where the chunks of a prompt or a chat are, for a tenant or for none."""
+        """The places of the chunks of a prompt or a chat, for a tenant or for none."""
         if (prompt is None) == (messages is None):
             raise ValueError("give either a prompt or messages")
         fields = {"prompt": prompt, "messages": messages, "tools": tools, "cache_salt": cache_salt}
@@ -153,14 +153,15 @@ class XavierClient:
         )
 
     def prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> NamedPrefix:
-        """Raises UnknownPrefixError."""
+        """A named prefix. Raises UnknownPrefixError."""
         path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
         return self._send("GET", path, NamedPrefix.from_json, headers=headers)
 
     def watch_prefix(
         self, model_uid: str, name: str, cache_salt: str | None = None
     ) -> Iterator[NamedPrefix]:
-        """Every second, until it is kept or has failed. Raises UnknownPrefixError."""
+        """The named prefix every second, until it is kept or has failed. Raises
+        UnknownPrefixError."""
         while (latest := self.prefix(model_uid, name, cache_salt)).state not in ENDED:
             yield latest
             time.sleep(TICK)
@@ -176,14 +177,14 @@ class XavierClient:
         copies: int | str | None = None,
         retention: str | None = None,
     ) -> NamedPrefix:
-        """Change what is not None. Raises UnknownPrefixError."""
+        """Change the terms that are not None. Raises UnknownPrefixError."""
         fields = {"ttl": ttl, "copies": copies, "retention": retention}
         terms = {key: value for key, value in fields.items() if value is not None}
         path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
         return self._send("PATCH", path, NamedPrefix.from_json, terms, headers=headers)
 
     def remove_prefix(self, model_uid: str, name: str, cache_salt: str | None = None) -> None:
-        """Raises UnknownPrefixError."""
+        """Forget a named prefix. Raises UnknownPrefixError."""
         path, headers = _prefix_path(model_uid, name), _tenant(cache_salt)
         return self._send("DELETE", path, lambda answer: None, headers=headers)
 
@@ -299,7 +300,7 @@ def _part(name: str, not_found: type[ApiError]) -> str:
 
 
 def _tenant(cache_salt: str | None) -> dict[str, str]:
-    """Headers that name it."""
+    """The headers that name the tenant."""
     return {} if cache_salt is None else {SALT_HEADER: quote(cache_salt, safe="")}
 
 

@@ -17,7 +17,7 @@ Info = Mapping[str, Any]
 
 
 class Finding(NamedTuple):
-    """`grave`: it keeps replicas from sharing now."""
+    """A problem and its remedy. A `grave` one keeps replicas from sharing now."""
 
     where: str
     problem: str
@@ -166,7 +166,7 @@ def _traffic(status: ModelStatus) -> Iterator[Finding]:
 
 
 def _prompts(status: ModelStatus) -> Iterator[Finding]:
-    """What most of them are like."""
+    """What keeps most prompts from sharing."""
     prompts = [replica.prompts for replica in status.replicas]
     seen, where = sum(each.seen for each in prompts), f"model {status.model_uid}"
     shorter, new = sum(each.shorter for each in prompts), sum(each.new for each in prompts)

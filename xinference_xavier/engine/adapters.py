@@ -52,7 +52,7 @@ class Adapter:
         self.version = version
         self.content: bytes | None = None  # its digest
         self.changed = False
-        """Whether files changed after vLLM may have loaded them: then the content is unknown."""
+        """True if files changed after vLLM may have loaded them: then the content is unknown."""
         self.replaces = False
         """vLLM's own cache may hold blocks that another adapter of this name computed."""
 

@@ -29,7 +29,7 @@ AUDIT_SHARE = 1000
 """At most one token is audited for this many computed ones."""
 
 CanAudit = Callable[[int], bool]
-"""Whether the engine has nothing else to do and has computed so many tokens."""
+"""Tells whether the engine has nothing else to do and has computed so many tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +108,7 @@ class Audits:
                 self._candidate = candidate
 
     def next(self, now: float, era: object) -> Audit | None:
-        """The one that the engine can afford now, of rows that are not from before a reset."""
+        """The audit that the engine can afford now, of rows that are not from before a reset."""
         candidate = self._candidate
         if candidate is None or candidate.era is not era or now < self._next:
             return None
@@ -116,7 +116,7 @@ class Audits:
         return candidate if self._can_audit(tokens * AUDIT_SHARE) else None
 
     def asked(self, audit: Audit, now: float) -> None:
-        """The engine computes it."""
+        """The engine computes the audit."""
         self._candidate = None
         self._next = now + AUDIT_INTERVAL
         self._deep = not self._deep
@@ -125,7 +125,7 @@ class Audits:
     # -- called by the scheduler thread -------------------------------------------------------
 
     def wanted(self) -> bool:
-        """Whether `loaded` would do anything. A candidate that the engine cannot afford yet gives
+        """True if `loaded` would do anything. A candidate that the engine cannot afford yet gives
         way to another one, which may be shorter."""
         return self._clock() >= self._next_candidate
 

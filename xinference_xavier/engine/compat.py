@@ -39,7 +39,7 @@ def key_positions(context: ReqContext) -> Mapping[OffloadKey, int]:
 
 
 def copies_blocks(step: SchedulerOutput) -> bool:
-    """Whether vLLM copies blocks for requests in this step, or hands copies to the connector."""
+    """True if vLLM copies blocks for requests in this step, or hands copies to the connector."""
     state = step.kv_connector_block_state
     return bool(step.kv_cache_block_copies or (state is not None and state.boundary_state_offloads))
 

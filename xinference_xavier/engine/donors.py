@@ -1,4 +1,4 @@
-"""From which sources a request fetches its missing chunks, and whether that pays.
+"""The sources from which a request fetches its missing chunks, where that pays.
 
 Belongs to the scheduler thread. A hit needs, up to its end, all chunks of the groups with full
 attention and the last few of each group with a sliding window or a recurrent state. What counts is
@@ -143,14 +143,14 @@ class DonorSelection:
         return sorted(donors, key=rank)
 
     def _is_faster(self, donor: Source, rows: int, start: int, end: int, now: float) -> bool:
-        """Whether a fetch is predicted to take less time than to compute from `start` to `end`."""
+        """True if a fetch is predicted to take less time than to compute from `start` to `end`."""
         prefill = self.prefill_seconds(start, end)
         if prefill is None or not self.adaptive:
             return True
         return donor.rate(now).predict(rows) < prefill
 
     def _count_donors(self, donors: Sequence[Source], rows: int, busy: Mapping[str, int]) -> int:
-        """Among how many of the donors to divide a fetch.
+        """The number of donors among which to divide a fetch.
 
         One more donor must make it clearly shorter, because its messages cost processor time.
         """

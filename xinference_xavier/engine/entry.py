@@ -18,7 +18,7 @@ _MODULES = {"XavierConnector": "connector", "XavierSpec": "spec"}
 
 
 def install() -> None:
-    """The plugin. Raises ConfigError if this process should share and its vLLM does not do."""
+    """The plugin. Raises ConfigError if this process should share and its vLLM is not supported."""
     if (shares := os.environ.get(SHARES)) is None:
         return
     vllm_versions.check(_version(), untested=shares == UNTESTED)

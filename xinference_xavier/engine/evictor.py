@@ -31,7 +31,7 @@ class Evictor:
         return bool(evicted)
 
     def _is_redundant(self, row: Row) -> bool:
-        """Whether the donor of this copy still holds the chunk."""
+        """True if the donor of this copy still holds the chunk."""
         donor = row.replicated_from
         return donor is not None and bool(
             self._tier.holders(row.key) & self._tier.peers.set_of((donor,))

@@ -78,7 +78,7 @@ class Fetches:
         return list(found)
 
     def can_bring(self, key: bytes) -> bool:
-        """Whether the chunk is on its way, or a source holds it."""
+        """True if the chunk is on its way, or a source holds it."""
         is_held = self._tier.ready and self._tier.holders(key)
         return bool(is_held) or self.bringing(key) is not None
 

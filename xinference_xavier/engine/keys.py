@@ -142,7 +142,7 @@ def stores_whole_chunks(
     groups: Mapping[int, KVCacheSpec],
     blocks_per_chunk: int,
 ) -> bool:
-    """Whether a store has every block of the chunks with `keys`.
+    """True if a store has every block of the chunks with `keys`.
 
     `groups` are by number, in the order of `blocks`. Of a chunk of recurrent states, only the last
     block must be there.

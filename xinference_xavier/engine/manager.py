@@ -143,7 +143,7 @@ class XavierManager(OffloadingManager):
         }
 
     def _can_audit(self, tokens: int) -> bool:
-        """Whether the engine is idle and has computed at least `tokens` prompt tokens."""
+        """True if the engine is idle and has computed at least `tokens` prompt tokens."""
         return not self.requests and self._hits.computed >= tokens
 
     # -- requests -----------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class XavierManager(OffloadingManager):
 
     @guarded(bool)
     def wait_if_idle(self) -> bool:
-        """Called in a step without tokens: see `IdleWait.nothing_runs`."""
+        """Wait in a step without tokens: see `IdleWait.nothing_runs`."""
         return not self.steps.computing and self._idle_wait.nothing_runs(
             self.requests.keys(), self._jobs.requests_loading, bool(self._jobs)
         )
@@ -292,7 +292,8 @@ class XavierManager(OffloadingManager):
         self._jobs.end_load(_request_of(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> "CacheHitSource":
-        """Called by vLLM 0.32 and later, after `count_prompt`."""
+        """The source under which vLLM 0.32 and later count the chunk. vLLM asks after
+        `count_prompt`."""
         request = _request_of(req_context)
         return load_source(request.fetched.get(request.row_key(key)))
 

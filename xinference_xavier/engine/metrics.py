@@ -1,5 +1,5 @@
-"""What sharing does for requests, in figures: where their prompts' tokens came from, for vLLM's own
-metrics, by that how long people wait for an answer to begin, and what prompts have in common.
+"""Figures of requests: where their prompts' tokens came from, how long people wait for an answer to
+begin, by that source, and what prompts have in common. vLLM's own metrics get the tokens, too.
 
 As in vLLM's own metric, a wait begins when the engine's frontend takes the request, by the wall
 clock: a request that arrives during a step waits for its end. Requests for whose tokens nobody

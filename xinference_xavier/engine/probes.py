@@ -89,7 +89,7 @@ class OwnRequests:
         return request.request_id
 
     def abort(self, req_id: str) -> None:
-        """Does nothing if the request has ended."""
+        """Abort a request, unless it has ended."""
         self._core.input_queue.put_nowait((EngineCoreRequestType.ABORT, [req_id]))
 
 
@@ -273,7 +273,7 @@ class Probes:
         self._era = _Era(deque(self._canaries), self._clock())
 
     def wants_audit(self) -> bool:
-        """Whether `loaded` would do anything."""
+        """True if `loaded` would do anything."""
         return self.audits is not None and self.audits.wanted()
 
     def loaded(self, tokens: Sequence[int], rows: Iterable[Row], ends: Mapping[bytes, int]) -> None:

@@ -110,12 +110,12 @@ class Request:
 
     @property
     def shares(self) -> bool:
-        """Whether its rows are stored and loaded. False while its adapter's content is unknown."""
+        """True if its rows are stored and loaded. False while its adapter's content is unknown."""
         return (self.adapter is None or self.digest is not None) and not self.excluded
 
     @property
     def stores(self) -> bool:
-        """Whether its blocks are stored. They must come from its own weights and adapter."""
+        """True if its blocks are stored. They must come from its own weights and adapter."""
         replaced = self.adapter is not None and self.adapter.replaces
         return self.shares and not (self.stale or (replaced and self.reuses))
 
@@ -193,11 +193,11 @@ class Request:
             self.retry_keys |= self.first_of_each_group(row.key for row in fetch.rows)
 
     def is_deferred(self, key: bytes) -> bool:
-        """Whether a chunk of the key's group got a RETRY in this pass."""
+        """True if a chunk of the key's group got a RETRY in this pass."""
         return self.attempt is not None and key[GROUP] in self.attempt.deferred
 
     def has_time(self, now: float) -> bool:
-        """Whether it may still wait for fetches."""
+        """True if it may still wait for fetches."""
         return self.deadline is None or now < self.deadline
 
     @property

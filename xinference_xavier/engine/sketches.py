@@ -26,7 +26,8 @@ from xinference_xavier.protocol.sketches import BYTES, TOLERANCES, Sketch
 from xinference_xavier.protocol.tracker import GROUP
 
 SAMPLES = 32
-"""Per part and worker; twice as many bytes, each of which says only that it is alike or not."""
+"""Samples of each part and worker. Of bytes there are twice as many, because each says only whether
+it is alike."""
 _STEP = 2_654_435_761  # spreads the places over a page: a large prime
 
 
@@ -127,7 +128,7 @@ class Sketcher:
         """What a whole sketch has."""
 
     def sample(self, rows: Iterable[Row]) -> Sketch:
-        """By layer. `rows` must not change meanwhile."""
+        """Samples by layer. `rows` must not change meanwhile."""
         return {
             name: (part.dtype, self._read(row.slot, part, places))
             for row in rows

@@ -24,7 +24,7 @@ _WITHOUT = "leave it out, or launch without enable_xavier"
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError if vLLM is configured for something that sharing cannot serve."""
     nodes = vllm_config.parallel_config.nnodes
     if nodes > 1:
         raise ConfigError(

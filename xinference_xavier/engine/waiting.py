@@ -66,11 +66,11 @@ class Wait:
 
     @property
     def leaves_it_to_peer(self) -> bool:
-        """Whether the peer was told to compute, and this engine expects that it does."""
+        """True if the peer was told to compute, and this engine expects that it does."""
         return bool(self.peer) and not (self._gave_up or self._is_counted)
 
     def peer_keeps_up(self, is_computed: Callable[[bytes], bool], now: float) -> bool:
-        """Whether waiting still pays. The tracker's answer has a second to arrive."""
+        """True if waiting still pays. The tracker's answer has a second to arrive."""
         held_by_peer = self.claim.held_by_peer
         if held_by_peer is None:
             return now < self._began + _ANSWER_TIMEOUT
@@ -114,7 +114,7 @@ class PeerPrefills:
         self._clock = clock
 
     def is_awaited_by(self, request: Request) -> bool:
-        """Whether the request waits for a peer that keeps up."""
+        """True if the request waits for a peer that keeps up."""
         wait = request.wait
         if wait is None or not self._tier.ready or request.failed:
             return False
@@ -130,7 +130,7 @@ class PeerPrefills:
         return request.wait
 
     def pays(self, request: Request, key: bytes) -> bool:
-        """Whether the request should wait for the missing chunk `key`."""
+        """True if the request should wait for the missing chunk `key`."""
         return self.is_awaited_by(request) and self._selection.may_become_worth_fetching(
             key, request, self._clock()
         )
@@ -193,6 +193,6 @@ class PeerPrefills:
         return self._is_at_peer(key) or self._pool.lookup(key) is not None
 
     def _is_at_peer(self, key: bytes) -> bool:
-        """Whether a peer holds the chunk. What is on the host's disk does not say what peers are
+        """True if a peer holds the chunk. What is on the host's disk does not say what peers are
         computing."""
         return bool(self._tier.holders(key) & ~DISK_BIT)

@@ -1,4 +1,4 @@
-"""In vLLM's workers: our side of the connector, and the copies between a KV cache and the region.
+"""Our side of the connector in vLLM's workers, and the copies between a KV cache and the region.
 
 vLLM has a worker for CUDA and XPU, which copies on streams (`device_worker`), but none for the CPU
 platform (`HostWorker`).
@@ -65,10 +65,10 @@ class OnlyLoads(OffloadingConnectorMetadata):
 
 
 class WorkerSide(OffloadingConnector):
-    """A worker asks it several times in each step, and in each layer. In most steps no job runs,
-    and vLLM's own methods take their time to find that out: 1.3 % of a step with 4 requests, 0.6 %
-    with 32 (a model of 26 million parameters; 12 loads of 115 steps, in turns with and without).
-    """
+    """The worker's half of the connector. vLLM asks it several times in each step, and in each
+    layer. In most steps no job runs, and vLLM's own methods take their time to find that out: 1.3 %
+    of a step with 4 requests, 0.6 % with 32 (a model of 26 million parameters; 12 loads of 115
+    steps, in turns with and without)."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class Steps:
 
     @property
     def computing(self) -> bool:
-        """Whether a pending step computes anything."""
+        """True if a pending step computes anything."""
         return self._computing > 0
 
     def begin(self, step: Step) -> None:
@@ -194,7 +194,7 @@ def drop_unchanged_requests(step: SchedulerOutput) -> SchedulerOutput:
 
 
 def step_of(step: SchedulerOutput, began: float) -> Step:
-    """Cheap for steps that only decode."""
+    """A step as the scheduler planned it. Cheap for steps that only decode."""
     tokens = step.total_num_scheduled_tokens
     requests = len(step.num_scheduled_tokens)
     if tokens == requests:  # one each
@@ -243,7 +243,7 @@ class Retention:
         self._written += tokens
 
     def seconds(self, now: float) -> float:
-        """At most `LONGEST`. Call it every few seconds."""
+        """The time that it keeps them, at most `LONGEST`. Call it every few seconds."""
         written = self._written
         if not self._marks or now - self._marks[-1][0] >= self.INTERVAL:
             self._marks.append((now, written))
@@ -370,12 +370,13 @@ class Workload:
 
 
 def own_id(req_id: str) -> str:
-    """A tracker takes it if it is printable: clients choose ids."""
+    """The id without what vLLM has added. A tracker takes it if it is printable, because clients
+    choose ids."""
     match = _OWN_ID.fullmatch(req_id)
     return reported_id(match[1] if match else req_id)
 
 
 def is_for_client(name: str) -> bool:
-    """False of what we request ourselves: the prompt of a request that another replica answers, and
-    a named prefix."""
+    """False for what we request ourselves: the prompt of a request that another replica answers,
+    and a named prefix."""
     return not is_prefill(name) and prefix_of(name) is None

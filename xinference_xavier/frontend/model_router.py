@@ -194,8 +194,8 @@ class ModelRouter:
         return route
 
     async def place(self, route: Route) -> bool:
-        """Send the request to the best replica, if need be once one accepts it. False if it goes in
-        turn, because no replica works any more. Raises QueueFullError."""
+        """Send the request to the best replica, as soon as one accepts it. False if it goes
+        round-robin, because no replica works any more. Raises QueueFullError."""
         if self._queue.first is None and self._send(route):
             return True
         if not self._queue.join(route):
@@ -211,7 +211,7 @@ class ModelRouter:
             self._queue.leave(route)
 
     def _accepts(self) -> bool:
-        """Whether there is a replica that reports and works, even if it is at its limit."""
+        """True if there is a replica that reports and works, even if it is at its limit."""
         if self._closed or self._serving is None:
             return False
         return self._router.works(self._clock())
@@ -299,8 +299,8 @@ class ModelRouter:
         return self._router.choose(prompt._replace(answer=answer), now, preferred=last, whole=whole)
 
     def admit(self) -> None:
-        """Send waiting requests as long as replicas accept them. Where none works any more, they go
-        in turn."""
+        """Send waiting requests as long as replicas accept them. If none works any more, they go
+        round-robin."""
         works = self._queue.first is None or self._accepts()
         while (route := self._queue.first) is not None:
             try:

@@ -9,11 +9,11 @@ from xinference_xavier.errors import shown
 from xinference_xavier.stats.answers import is_part_of_path
 
 MAX_NAME = 200
-"""Characters."""
+"""Most characters of a name."""
 MAX_SALT = 256
-"""Characters; xinference accepts as many."""
+"""Most characters of a salt; xinference accepts as many."""
 MAX_TTL = 366 * 86400.0
-"""Seconds."""
+"""The longest lifetime, in seconds."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TTL = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])", re.ASCII)
 _SALT = re.compile(rf"[^\x00-\x1f\x7f\ud800-\udfff]{{1,{MAX_SALT}}}")

@@ -80,7 +80,7 @@ class Keep(NamedTuple):
     prompt_s: float = 0.0
     """Seconds for which its whole prompt is to be kept; 0 if it does not say so."""
     marks: bool = False
-    """Whether parts of it may be marked, as in Anthropic's API."""
+    """True if parts of it may be marked, as in Anthropic's API."""
 
 
 def read_keep(request: Mapping[str, Any], header: str | None, marks: bool) -> Keep:

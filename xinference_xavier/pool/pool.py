@@ -76,7 +76,7 @@ class PoolCounts(NamedTuple):
 
 
 Redundant = Callable[[Row], bool]
-"""Whether to evict a row before others. Runs under the pool's lock and must not wait."""
+"""Tells whether to evict a row before others. Runs under the pool's lock and must not wait."""
 _Victims = Redundant | None
 
 
@@ -103,7 +103,7 @@ class Pool:
         return row if row is not None and row.state is _READY else None
 
     def holds(self, key: bytes) -> bool:
-        """Whether `reserve` would take no slot for `key`: it is READY, FILLING or pinned."""
+        """True if `reserve` would take no slot for `key`: it is READY, FILLING or pinned."""
         return key in self._held and key not in self._flushed
 
     def rows(self) -> list[Row]:

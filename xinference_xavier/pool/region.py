@@ -111,7 +111,7 @@ class Region:
 
     @property
     def allocated(self) -> int:
-        """Bytes, in whichever process."""
+        """Bytes that have pages, in whichever process."""
         return os.fstat(self.fd).st_blocks * 512
 
     def row(self, slot: int) -> npt.NDArray[np.uint8]:

@@ -54,7 +54,7 @@ class Load(NamedTuple):
 
     serving: Serving
     prefill_tokens: Count
-    """Still to compute, of requests that wait or run."""
+    """Prompt tokens still to compute, of requests that wait or run."""
     prefill_s: Seconds | None
     """The same in seconds; None before the first measurement."""
     requests: Count
@@ -95,7 +95,7 @@ class RequestReport(NamedTuple):
 
     request: Identifier
     tokens: Count
-    """The prompt's."""
+    """Tokens of the prompt."""
     keys: Annotated[bytes, Field(max_length=MAX_PROMPT_KEYS * SHORT_KEY)]
     """The packed short keys of the prompt's first chunks."""
     answer: Count | None = None
@@ -107,7 +107,7 @@ class ReplicaLoad(NamedTuple):
     replica: Identifier
     """xinference's name for it."""
     age: Seconds
-    """Since the tracker received it."""
+    """Seconds since the tracker received it."""
     load: Load
     draining: bool = False
     """It ends the requests that it has, and gets no more."""
@@ -146,7 +146,7 @@ def check_requests(requests: object) -> tuple[RequestReport, ...]:
 
 
 def check_observation(observation: object) -> Observation:
-    """All but the update, which a mirror checks."""
+    """Check all but the update, which a mirror checks."""
     good = checked(_OBSERVATION, "observation", observation)
     for report in good.requests:
         check_packed("keys", report.keys, SHORT_KEY)
@@ -167,7 +167,7 @@ class Elsewhere(NamedTuple):
 
 
 def with_mark(request: str, elsewhere: Elsewhere, key: str) -> str:
-    """`key` is that of the replica that decodes."""
+    """The id with the mark, signed with the `key` of the replica that decodes."""
     queue, seconds = (min(each, LONGEST) * 1000 for each in elsewhere[1:])
     mark = f"{elsewhere.replica}:{queue:.0f}:{seconds:.0f}"
     return f"{request}{_PREFILL}:{mark}:{_signature(mark, key)}"

@@ -19,7 +19,7 @@ from xinference_xavier.runtime.validate import first_reason
 Sketch = Mapping[str, tuple[str, Sequence[float]]]
 """The type of the numbers and samples of them, by layer."""
 Canaries = Mapping[str, Sketch]
-"""By the names of the texts, which are the same in all engines."""
+"""Sketches by the names of the texts, which are the same in all engines."""
 
 BYTES = "bytes"
 """The type of numbers that take a byte or less, or share bytes with their scales."""
@@ -31,7 +31,7 @@ change nine tenths."""
 _ALIKE = 2
 """The most that bytes differ by if they stand for almost the same number."""
 MAX_CANARIES_BYTES = 1 << 20
-"""Packed. Two canaries of 61 layers on 8 workers take 0.2 MB."""
+"""Bytes when packed. Two canaries of 61 layers on 8 workers take 0.2 MB."""
 _HEADER = TypeAdapter(
     dict[str, dict[str, tuple[Literal["float32", "bfloat16", "float16", "bytes"], NonNegativeInt]]]
 )

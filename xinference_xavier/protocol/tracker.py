@@ -48,7 +48,7 @@ _RANK = re.compile(r"_dp\d+$")
 
 
 class Verdict(enum.Enum):
-    """Whether a replica computes what its peers compute. Only those that are COMPARED share."""
+    """The tracker's judgement on what a replica computes. Only those that are COMPARED share."""
 
     WAITING = "not compared yet"
     COMPARED = "compared"
@@ -104,7 +104,7 @@ class JoinReply(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """The operator's. With `routing` None, it is as the replicas were launched."""
+    """The operator's switches. With `routing` None, it is as the replicas were launched."""
 
     enabled: bool = True
     routing: Routing | None = None

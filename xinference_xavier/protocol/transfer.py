@@ -37,7 +37,7 @@ def prove(secret: bytes, link_id: str) -> bytes:
 
 
 def check_slots(slots: Sequence[int], rows: int) -> None:
-    """The donor's pool has so many `rows`."""
+    """Check the slots of a pool that has so many `rows`."""
     if slots and not 0 <= min(slots) <= max(slots) < rows:
         raise LinkError(
             f"slots from {min(slots)} to {max(slots)} are asked for, and the donor's pool has "
@@ -76,7 +76,7 @@ _STARTUP = TypeAdapter(Startup)
 
 
 class Endpoint(NamedTuple):
-    """Where a transfer process is. `host` is its `host_identity`; None if it shares no memory."""
+    """A transfer process. `host` is its `host_identity`; None if it shares no memory."""
 
     address: str
     host: str | None
@@ -116,7 +116,7 @@ class GrantRequest(NamedTuple):
 
 
 def check_request(request: GrantRequest) -> None:
-    """Also raises GrantRefusedError, for too many rows."""
+    """Check a request. Also raises GrantRefusedError, for too many rows."""
     check_version(request.version)
     if len(request.keys) > MAX_ROWS_PER_FETCH:
         raise GrantRefusedError("too many rows")
@@ -139,7 +139,7 @@ class Grant(NamedTuple):
 
 
 def check_grant(grant: Grant, asked: int) -> None:
-    """`asked` is the number of rows in the request."""
+    """Check an answer to a request for so many rows (`asked`)."""
     if not len(grant.slots) == len(grant.checksums) <= asked:
         raise LinkError(
             f"malformed grant: {asked} rows were asked for, and it has {len(grant.slots)} slots "

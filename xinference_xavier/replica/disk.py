@@ -327,7 +327,7 @@ class Disk:
 
     @property
     def _saves(self) -> bool:
-        """Whether rows may be saved now. Before all are known, the limit could be exceeded."""
+        """True if rows may be saved now. Before all are known, the limit could be exceeded."""
         return (
             self._store is not None
             and self._store.is_known
@@ -426,7 +426,7 @@ def _from_the_head(keys: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 
 class NoDisk(Disk):
-    """Where no folder is configured: it holds nothing, and never will."""
+    """The disk of a replica without a folder: it holds nothing, and never will."""
 
     def __init__(self) -> None:
         self.index = ()

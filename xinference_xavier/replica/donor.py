@@ -30,7 +30,7 @@ _BATCH = 16  # rows
 
 
 class Checksums:
-    """Chunks are published when they have theirs."""
+    """Computes the checksums of stored chunks, which are published when they have theirs."""
 
     def __init__(self, region: Region, pool: Pool, publisher: Publisher) -> None:
         self._region = region
@@ -163,7 +163,7 @@ class Grants:
         return record
 
     def release(self, grant_id: int) -> None:
-        """Does nothing if the grant has ended already."""
+        """Unpin the rows of a grant, unless it has ended already."""
         record = self._records.pop(grant_id, None)
         if record is not None:
             self.granted_rows -= len(record.rows)

@@ -108,7 +108,7 @@ class Fetcher:
         self.counts = FetchCounts()
 
     def start(self, fetch: Fetch) -> asyncio.Future[None]:
-        """The future is done when the fetch has ended."""
+        """Begin a fetch. The future is done when it has ended."""
         self.counts.fetches.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
         self._mirror.used(row.key for row in fetch.rows)

@@ -44,7 +44,7 @@ class _Mark(NamedTuple):
 
 
 class KeptPrefixes:
-    """At most `fraction` of the pool is kept firmly. Prefixes beyond that are evicted last."""
+    """Keeps at most `fraction` of the pool firmly. Prefixes beyond that are evicted last."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class SharedNamespace:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all announced resets are done."""
+        """True if all announced resets are done."""
         return self._done == self.announced
 
     def announce_reset(self) -> None:

@@ -153,7 +153,7 @@ class PeerTier:
 
     @property
     def reaches_peers(self) -> bool:
-        """Whether rows can be fetched from peers."""
+        """True if rows can be fetched from peers."""
         background = self._background
         return (
             background is not None and background.namespace.is_settled and background.process.ready
@@ -166,7 +166,7 @@ class PeerTier:
 
     @property
     def ready(self) -> bool:
-        """Whether `holders` and `submit_load` may be used."""
+        """True if `holders` and `submit_load` may be used."""
         return self.reaches_peers or bool(self.saved)
 
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
@@ -181,7 +181,7 @@ class PeerTier:
         return max(count, read), peers * (count >= read) | DISK_BIT * (read >= count)
 
     def can_load_from(self, peer: str) -> bool:
-        """Whether `peer` is there now and may be loaded from, if it holds anything."""
+        """True if `peer` is there now and may be loaded from, if it holds anything."""
         return self.reaches_peers and self.mirror.is_usable(peer)
 
     def on_stored(self, rows: Sequence[Row]) -> None:

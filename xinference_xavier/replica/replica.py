@@ -90,7 +90,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     # -- by peers -----------------------------------------------------------------------------
 
     def grant(self, request: GrantRequest) -> Grant:
-        """Raises GrantRefusedError, LinkError."""
+        """Grant rows to a consumer. Raises GrantRefusedError, LinkError."""
         return self._replica.donor.grant(request)
 
     def release(self, grant_id: int) -> None:
@@ -111,7 +111,8 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         return self._replica.kept.keep(changes)
 
     def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
-        """How far the replica is, which hands over what only it holds to the peers that `stay`."""
+        """Hand over what only this replica holds to the peers that `stay`. Returns how far the
+        drain is."""
         load, hand_over = self._replica.engine.load(), self._replica.hand_over
         hand_over.begin(stay, seconds)
         requests = 0 if load is None else load.requests
@@ -130,7 +131,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         return {**self._replica.stats(), **await self._replica.process.stats()}
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
-        """Raises ExplainError."""
+        """Locate the chunks of a packed question. Raises ExplainError."""
         return await self._explainer.explain(packed)
 
     async def self_check(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     # -- by xinference's worker ---------------------------------------------------------------
 
     async def warm_join(self) -> None:
-        """Returns when it has ended."""
+        """Return when the warm join has ended."""
         await self._replica.warm_join.ended.wait()
 
 
@@ -259,7 +260,7 @@ class Replica:
     # -- called by the scheduler thread ------------------------------------------------------
 
     def start(self) -> None:
-        """Raises TransportError if no port can be listened on."""
+        """Start the background thread. Raises TransportError if no port can be listened on."""
         self._thread.start(START_DEADLINE)
 
     def stop(self) -> None:

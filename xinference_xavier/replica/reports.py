@@ -163,7 +163,7 @@ class Publisher:
 
 
 INTERVAL = 2.0
-"""Seconds between two reports of a load that takes its course."""
+"""Seconds between two reports of a load that changes as routers expect."""
 _LOOK = 0.05
 """Seconds between two looks while there is a router."""
 _MUCH = 0.25
@@ -213,7 +213,7 @@ class LoadReporter:
 
 
 def _differs(reported: Load | None, load: Load, passed: float) -> bool:
-    """Whether routers would expect another load `passed` seconds after the report."""
+    """True if routers would expect another load `passed` seconds after the report."""
     if reported is None or reported.rates is None or load.prefill_s is None:
         return reported is None or load._replace(step=reported.step) != reported
     expected = max(0.0, (reported.prefill_s or 0.0) - passed)

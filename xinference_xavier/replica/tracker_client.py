@@ -69,8 +69,8 @@ class Claim:
 
 
 class TrackerLocation:
-    """First the configured address; later the one that our worker's supervisor names. The
-    supervisor creates a new tracker if necessary."""
+    """The tracker's address: first the configured one, later the one that our worker's supervisor
+    names. The supervisor creates a new tracker if necessary."""
 
     def __init__(self, config: XavierConfig) -> None:
         self._config = config

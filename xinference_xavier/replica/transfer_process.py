@@ -163,7 +163,7 @@ class TransferProcess:
             _kill(child.process)
 
     async def _configure(self, child: _Child) -> bool:
-        """Whether the child has the secret now; if not, it must be replaced."""
+        """True if the child has the secret now; if not, it must be replaced."""
         secret = self._secret
         try:
             await self._call(child, _CONFIGURE_TIMEOUT, "configure", secret)

@@ -1,1 +1,1 @@
-"""Which replica a request goes to: loads, forecasts, the choice, and the queue before it."""
+"""The choice of a replica for each request: loads, forecasts, and the queue before it."""

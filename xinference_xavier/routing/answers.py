@@ -1,4 +1,4 @@
-"""How long answers are, learned from those that have ended."""
+"""Lengths of answers, learned from those that have ended."""
 
 from cachetools import LRUCache
 

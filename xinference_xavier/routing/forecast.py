@@ -97,7 +97,7 @@ class Forecast:
 
 
 def leading(sets: Iterable[int], among: int) -> dict[int, int]:
-    """How many leading `sets` contain it, by each bit of the set `among`."""
+    """The number of leading `sets` that contain a bit, for each bit of the set `among`."""
     runs, count = dict[int, int](), 0
     for held in sets:
         runs.update((bit, count) for bit in _bits(among & ~held))

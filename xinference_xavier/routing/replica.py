@@ -55,7 +55,7 @@ class Report(NamedTuple):
 
     made: float
     prefill_tokens: int
-    """Still to compute, of requests that wait or run."""
+    """Prompt tokens still to compute, of requests that wait or run."""
     prefill_s: float | None
     """The same by the replica's own forecast, fetches included; None if it has no rates yet."""
     requests: int
@@ -73,7 +73,7 @@ class Report(NamedTuple):
     kv_tokens: float = math.inf
     """Tokens for which there are KV blocks."""
     role: str = "any"
-    """Or "prefill" or "decode"."""
+    """"any", "prefill" or "decode"."""
     retention_s: float = 0.0
     """How long the engine's own prefix cache keeps what it holds."""
 
@@ -172,7 +172,7 @@ class Replica:
         return self.report.made > now - LEASE
 
     def works(self, now: float) -> bool:
-        """Whether it reports, and is neither closed nor draining."""
+        """True if it reports, and is neither closed nor draining."""
         return self.reports(now) and self.closed_until <= now and not self.draining
 
     def known_load(self, now: float, accepts: bool) -> KnownLoad:

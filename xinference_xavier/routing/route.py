@@ -19,7 +19,7 @@ from xinference_xavier.routing.texts import Text
 
 @dataclass(frozen=True)
 class Choice:
-    """Where a request goes. `reason` says why its prefix did or did not matter: `local`, no replica
+    """A choice. `reason` says why its prefix did or did not matter: `local`, no replica
     holds more of it; `fetch`, the rest comes from a peer; `compute`, a peer holds more, but
     computing is faster; `backlog`, no replica holds any of it, or its keys are unknown; `prefill`,
     a prefill replica computes the rest of it."""
@@ -62,18 +62,18 @@ class Route:
     limit: int
     whole: bool
     arrived: float
-    """Its place in the queue."""
+    """When it arrived, which is its place in the queue."""
     state: State = State.WAITING
     place: Place | None = None
-    """At the replica that answers."""
+    """The place at the replica that answers."""
     prefill: Place | None = None
-    """At the replica that computes the prompt for it."""
+    """The place at the replica that computes the prompt for it."""
     choice: Choice = field(init=False)
-    """The latest."""
+    """The latest choice."""
     elsewhere: Elsewhere | None = None
     """The replica that prefills it, or has done so, for the one that answers."""
     prefills_at: str = ""
-    """xinference's name for that."""
+    """xinference's name for the replica that prefills it."""
     sent: float = 0.0
     answered: float = 0.0
     moved: bool = False
@@ -85,7 +85,7 @@ class Route:
     retry_after: int = 0
     """Seconds after which the client may ask again, if the request was refused."""
     at_end: list[Callable[[], object]] = field(default_factory=list)
-    """What ends with the request."""
+    """Calls that end what the request has begun."""
 
     @property
     def replica(self) -> str:
@@ -93,7 +93,7 @@ class Route:
         return self.choice.forecast.replica.uid
 
     def go(self, choice: Choice, now: float) -> None:
-        """It is sent to the chosen replica."""
+        """The request is sent to the chosen replica."""
         self.state, self.choice, self.sent, self.lost = State.SENT, choice, now, asyncio.Event()
         if (prefill := choice.prefill) is not None:
             self.elsewhere = Elsewhere(prefill.replica.name, prefill.queue, prefill.seconds)
@@ -145,7 +145,7 @@ class Queue:
         return True
 
     def leave(self, route: Route) -> None:
-        """Nothing happens if it does not wait."""
+        """Remove a request. Nothing happens if it does not wait."""
         if route in self._routes:
             self._routes.remove(route)
 

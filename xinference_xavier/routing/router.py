@@ -94,7 +94,8 @@ class Router:
     # -- replicas ------------------------------------------------------------------------------
 
     def report(self, replica: Replica, report: Report) -> None:
-        """The latest from a replica, which may be a new one. A late one is ignored."""
+        """Take in the latest report of a replica, which may be a new one. A late report is
+        ignored."""
         self.replicas.setdefault(replica.name, replica)
         if report.made >= replica.report.made:
             replica.take(report, self._typical().rates)
@@ -139,7 +140,7 @@ class Router:
         return ours + +others
 
     def works(self, now: float) -> bool:
-        """Whether any replica reports, and is neither closed nor draining."""
+        """True if any replica reports, and is neither closed nor draining."""
         return any(each.works(now) for each in self.replicas.values())
 
     def known(self, now: float) -> dict[str, KnownLoad]:

@@ -36,13 +36,13 @@ def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether the address stands for all interfaces, so that other hosts cannot connect to it."""
+    """True if the address stands for all interfaces, so that other hosts cannot connect to it."""
     ip = _parsed(host)
     return ip is not None and ip.is_unspecified
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address always refers to the host that uses it."""
+    """True if the address always refers to the host that uses it."""
     ip = _parsed(host)
     return host == "localhost" if ip is None else ip.is_loopback
 

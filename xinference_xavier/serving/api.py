@@ -58,7 +58,7 @@ class _Routes:
         self._access = access
 
     async def all_models(self, request: Request) -> JSONResponse:
-        """Report of every model that shares."""
+        """The reports of all models that share."""
         uids = await answered("the supervisor", self._trackers.models())
         found = await asyncio.gather(*map(self._report_or_reason, uids))
         answers = dict(zip(uids, found, strict=True))
@@ -87,7 +87,7 @@ class _Routes:
         return report.seen_by(partial(self._may_ask, request))
 
     async def one_model(self, model_uid: str, request: Request) -> Response:
-        """Report of a model, unless the caller has it."""
+        """The report of a model, unless the caller has it."""
         known = request.headers.get("if-none-match")
         making = (
             self._trackers.report(model_uid)
@@ -103,7 +103,7 @@ class _Routes:
         return Response(body, headers=headers, media_type="application/json")
 
     async def events(self, model_uid: str, after: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
-        """The latest events of a model, of those after a number."""
+        """The latest events of a model, or those of them after a number."""
         records = await answered_for(model_uid, self._trackers.call(model_uid, "events", after))
         last = records[-1].number if records else after
         return JSONResponse({"last": last, "events": [record.event for record in records]})
@@ -144,7 +144,7 @@ class _Routes:
         return JSONResponse({**self._seen(request, report), "answers": answers})
 
     async def explain(self, model_uid: str, body: Question, request: Request) -> JSONResponse:
-        """Where the chunks of a prompt are, if the caller asks it."""
+        """The places of the chunks of a prompt, if the caller asks it."""
         self._access(request, model_uid)
         tenant = tenant_of(request, body.cache_salt)
         question = {**body.question, SALT: tenant} if tenant else body.question

@@ -43,7 +43,7 @@ class Change(Body):
 
     # The tracker's method for a setting is `set_` and its name.
     enabled: StrictBool | None = None
-    """Sharing between its replicas."""
+    """True if its replicas share."""
     routing: Routing | None = None
     """The way in which requests find a replica."""
     for_s: Annotated[float, Strict(), Field(ge=0, le=MAX_CHANGE_SECONDS)] | None = None
@@ -74,9 +74,9 @@ class Question(Body):
     prompt: str | None = None
     """The text of a completion."""
     messages: list[dict[str, Any]] | None = None
-    """In OpenAI's form."""
+    """The messages of a chat, in OpenAI's form."""
     tools: list[dict[str, Any]] | None = None
-    """Go with messages, in OpenAI's form."""
+    """Tools for the messages, in OpenAI's form."""
     cache_salt: Annotated[str, AfterValidator(check_tenant)] | None = None
     """The tenant that it belongs to."""
 
@@ -101,7 +101,7 @@ class PrefixTerms(Body):
     copies: Copies = 1
     """How many replicas keep it: 1 or "all"."""
     retention: Retention = "soft"
-    """Whether its chunks are never evicted ("hard"), or after everything else ("soft")."""
+    """When its chunks are evicted: never ("hard"), or after everything else ("soft")."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class PrefixBody(Question, PrefixTerms):
     """A text to keep: a prompt, or messages and perhaps tools."""
 
     name: Annotated[str, Field(max_length=MAX_NAME), AfterValidator(check_name)]
-    """Requests use the text by it; without slash."""
+    """The name by which requests use the text, without a slash."""
     lora_name: Annotated[str, Field(min_length=1)] | None = None
     """The adapter that it is computed for."""
 

@@ -42,7 +42,7 @@ def not_found(error: PrefixNotFoundError) -> HTTPException:
 
 
 def is_unknown(error: HTTPException) -> bool:
-    """Whether the tracker says that there is no such prefix."""
+    """True if the tracker says that there is no such prefix."""
     return (error.headers or {}).get(NOT_FOUND_HEADER) == "prefix"
 
 

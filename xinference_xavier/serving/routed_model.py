@@ -199,7 +199,7 @@ class RoutedModel:
                 )
 
     async def _moves(self, failure: Failure) -> bool:
-        """Whether the request was sent to another replica. Raises AtLimitError."""
+        """True if the request was sent to another replica. Raises AtLimitError."""
         try:
             moves = await self._router.move(self._route, failure)
             if failure is Failure.FULL and not moves:

@@ -51,7 +51,7 @@ _asked: ContextVar[Asked | None] = ContextVar("xavier_asked", default=None)
 
 
 def current() -> Asked | None:
-    """What the request asks that runs here; None for other routes."""
+    """The request that runs here; None outside of one."""
     asked = _asked.get()
     return None if asked is None or asked.request is None else asked
 
@@ -117,7 +117,7 @@ class Asked:
     async def route_by(
         self, router: ModelRouter, before: Mapping[str, Any] | None = None
     ) -> Route | None:
-        """The request's route, sent to a replica; None if requests go in turn. `before` is the
+        """The request's route, sent to a replica; None if requests go round-robin. `before` is the
         content of the prefix that the request names. Raises QueueFullError, and ClientGoneError if
         the client goes while the request waits."""
         assert self.request is not None
@@ -306,7 +306,7 @@ async def _model_of(get_supervisor_ref: Any, replica: str) -> Any:
 async def _routed(
     asked: Asked, router: ModelRouter, connect: Connect, before: Mapping[str, Any] | None
 ) -> RoutedModel | None:
-    """None where requests go in turn."""
+    """The routed model; None if requests go round-robin."""
     try:
         route = await asked.route_by(router, before)
         while route is not None:

@@ -209,7 +209,7 @@ def name_of(model: Any) -> str:
 
 
 def worker_of(supervisor: Any, replica: str) -> Any:
-    """Raises KeyError."""
+    """The worker of a replica. Raises KeyError."""
     worker = supervisor._replica_model_uid_to_worker[replica]
     return worker[0] if isinstance(worker, (list, tuple)) else worker  # a replica of several
 
@@ -263,7 +263,8 @@ def replica_number(replica: str) -> int:
 
 
 def has_own_environment(asked: bool | None) -> bool:
-    """Whether a model gets one, if its launch asks for it, does not, or leaves it open (None)."""
+    """True if a model gets an environment of its own. Its launch may ask for one, refuse it, or
+    leave it open (None)."""
     from xinference.constants import XINFERENCE_ENABLE_VIRTUAL_ENV
 
     return bool(XINFERENCE_ENABLE_VIRTUAL_ENV if asked is None else asked)
@@ -301,8 +302,8 @@ def planned_packages(launch: Mapping[str, Any], more: list[str] | None) -> list[
 
 
 def package_sources(launch: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Where xinference looks for them, by pip's option; its indexes of GPU builds are not among
-    them."""
+    """The places where xinference looks for packages, by pip's option; its indexes of GPU builds
+    are not among them."""
     from xinference.utils import get_pip_config_args
 
     settings = _settings(launch)
@@ -328,8 +329,8 @@ def data_folder() -> Path:
 
 
 def add_middleware(app: Any, middleware: Any, **options: object) -> None:
-    """Inside xinference's own, so that what those refuse (addresses, too many requests) costs
-    nothing here."""
+    """Add a middleware inside xinference's own, so that what those refuse (addresses, too many
+    requests) costs nothing here."""
     # Not add_middleware: the last one added is the outermost.
     app.user_middleware.append(Middleware(middleware, **options))
 
@@ -376,7 +377,7 @@ def note_chats(note: Callable[[Mapping[str, Any]], None]) -> None:
 
 
 def may_ask(auth_service: Any, request: Any, model_uid: str) -> bool:
-    """Whether the request's key admits it to the model."""
+    """True if the request's key admits it to the model."""
     key = getattr(request.state, "authenticated_api_key", None)
     if key is not None:
         return bool(key.has_model_access(model_uid, "LLM"))
@@ -400,7 +401,7 @@ def cache_salt(value: str) -> Any:
 
 
 def note_own_salt(request: Any, salt: object) -> None:
-    """Where our routes have found the client's salt, for `own_salt`."""
+    """Note the client's salt that our routes have found, for `own_salt`."""
     request.state.xavier_own_salt = salt
 
 
@@ -441,12 +442,12 @@ async def answering(model: Any) -> int:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether a replica refused the request because of its request limit."""
+    """True if a replica refused the request because of its request limit."""
     return _FULL in str(error)
 
 
 def is_of_actor(error: Exception) -> bool:
-    """Whether the actor itself raised it, and not the connection: xoscar marks it with the actor's
+    """True if the actor itself raised it, and not the connection: xoscar marks it with the actor's
     process."""
     return hasattr(error, "pid")
 

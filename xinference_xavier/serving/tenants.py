@@ -20,7 +20,7 @@ BY_KEY = "api_key"
 
 
 def by_key() -> bool:
-    """Whether it is set. Raises ConfigError."""
+    """True if each API key is a tenant. Raises ConfigError."""
     value = os.environ.get(VARIABLE, "").strip().lower()
     if value not in ("", BY_KEY):
         raise ConfigError(VARIABLE, value, "is not a choice", f"use {BY_KEY}, or leave it out")

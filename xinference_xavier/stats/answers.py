@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where a prompt's chunks are now."""
+    """The places of a prompt's chunks now."""
 
     prompt_tokens: int
     chunk_tokens: int

@@ -63,7 +63,7 @@ class Figure:
 
 
 Figures = tuple[Figure, ...]
-"""Those of a class that are not one of its fields."""
+"""Figures of a class that are not fields of it."""
 
 
 def described(text: str, default: Any, **declared: Any) -> Any:
@@ -240,7 +240,8 @@ class Fetches:
 
 
 MAX_TRANSPORTS = 8
-"""Of one replica, as labels of metrics, so that nobody can make up any number of them."""
+"""Transports of one replica that become labels of metrics, so that nobody can make up any number of
+them."""
 MAX_NAME = 64
 """Characters of such a label."""
 
@@ -463,7 +464,7 @@ class DiskStats:
 
 @dataclass
 class PromptStats:
-    """Whether prompts have anything in common. Of those `seen`, some were `shorter` than a chunk,
+    """What prompts have in common. Of those `seen`, some were `shorter` than a chunk,
     of some the first chunk was `new`, as no replica held it, and some had a `cache_salt` that was
     not among the last thousand (`new_salts`). `longest` is the longest beginning of a prompt, in
     tokens, that was reused."""

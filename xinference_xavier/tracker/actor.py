@@ -428,30 +428,31 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     # Named prefixes, by tenant and name: see `Keeper`, whose errors these raise, too
 
     async def add_prefix(self, new: NewPrefix) -> dict[str, Any]:
-        """Keep it, perhaps in place of another one; its report."""
+        """Keep a prefix, perhaps in place of another one. Returns its report."""
         return await self._named().add(new)
 
     async def change_prefix(
         self, tenant: str, name: str, terms: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Change those of its terms that are given; its report."""
+        """Change the given terms of a prefix. Returns its report."""
         return await self._named().change(tenant, name, terms)
 
     async def remove_prefix(self, tenant: str, name: str) -> None:
-        """Forget it, in the file, too."""
+        """Forget a prefix, in the file, too."""
         await self._named().names.remove(tenant, name)
 
     async def use_prefix(self, tenant: str, name: str, known: str) -> tuple[str, str | None]:
-        """Begin its lifetime anew; its id, and the content, unless that of id `known`."""
+        """Begin a prefix's lifetime anew. Returns its id, and its content unless `known` is that
+        id."""
         prefix = self._named().names.use(tenant, name)
         return prefix.id, None if prefix.id == known else prefix.content
 
     async def prefix(self, tenant: str, name: str) -> dict[str, Any]:
-        """Its report."""
+        """The report of a prefix."""
         return self._named().report(tenant, name)
 
     async def prefixes(self, tenant: str) -> bytes:
-        """Reports of all that the tenant has, as JSON."""
+        """Reports of all prefixes of a tenant, as JSON."""
         return json.dumps(self._named().reports(tenant)).encode()
 
     def _named(self) -> Keeper:

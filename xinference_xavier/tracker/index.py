@@ -131,7 +131,7 @@ class Index:
         return True
 
     def set_serving(self, incarnation: str, serves: bool) -> None:
-        """Whether peers can fetch from `incarnation` from now on. Does nothing for a non-member."""
+        """Note whether peers can fetch from `incarnation` now. Does nothing for a non-member."""
         if incarnation in self._leases:
             self._replace(self._leases[incarnation].member._replace(serves=serves))
 
@@ -216,7 +216,7 @@ class Index:
         self._raise_revision("")
 
     def has_update(self, watcher: str, epoch: str, revision: int) -> bool:
-        """Whether anyone but `watcher` changed something since `revision`."""
+        """True if anyone but `watcher` changed something since `revision`."""
         others = self.revision if self._author != watcher else self._revision_by_others
         return epoch != self.epoch or revision > self.revision or others > revision
 

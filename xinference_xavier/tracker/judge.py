@@ -1,4 +1,5 @@
-"""Whether the members of one namespace compute the same. Runs on the tracker's event loop."""
+"""The judgement whether the members of one namespace compute the same. Runs on the tracker's event
+loop."""
 
 from typing import NamedTuple
 

@@ -163,7 +163,7 @@ class Keeper:
         return self._report(prefix)
 
     async def change(self, tenant: str, name: str, terms: Mapping[str, Any]) -> dict[str, Any]:
-        """`terms` are those that become others. Raises PrefixRefusedError, PrefixNotFoundError,
+        """Change the given `terms` of a prefix. Raises PrefixRefusedError, PrefixNotFoundError,
         NamesError."""
         async with self._accepting:
             prefix = self.names.find(tenant, name)
@@ -173,11 +173,11 @@ class Keeper:
             return self._report(await self.names.change(tenant, name, after))
 
     def report(self, tenant: str, name: str) -> dict[str, Any]:
-        """JSON-able. Raises PrefixNotFoundError, NamesError."""
+        """The report of a prefix, JSON-able. Raises PrefixNotFoundError, NamesError."""
         return self._report(self.names.find(tenant, name))
 
     def reports(self, tenant: str) -> list[dict[str, Any]]:
-        """Of all that belong to a tenant. Raises NamesError."""
+        """Reports of all prefixes of a tenant. Raises NamesError."""
         return [self._report(each) for each in self.names.all() if each.tenant == tenant]
 
     def status(self) -> dict[str, Any]:
@@ -209,7 +209,8 @@ class Keeper:
         return int(tokens // chunk)
 
     async def _check_budget(self, chunks: int, terms: Terms, tenant: str, name: str) -> None:
-        """Where the one of this name is kept firmly, there is room for as much."""
+        """Refuse a prefix that no replica has room to keep firmly. The one of this name gives up
+        its room."""
         await self.look()
         replaced = {each.id for each in self._all() if (each.tenant, each.name) == (tenant, name)}
         free = [
@@ -283,7 +284,7 @@ class Keeper:
             self._states = Counter(map(self._state, prefixes.values()))
 
     def _members(self) -> dict[str, Member]:
-        """Those that do not drain."""
+        """The members that do not drain."""
         return {
             each.incarnation: each
             for each in self.namespaces.all_members()

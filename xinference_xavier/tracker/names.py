@@ -103,12 +103,13 @@ class Names:
     # -- what there is -------------------------------------------------------------------------
 
     def all(self) -> list[Prefix]:
-        """Those that have not expired. Raises NamesError."""
+        """All that have not expired. Raises NamesError."""
         self._check_readable()
         return self._alive()
 
     def find(self, tenant: str, name: str) -> Prefix:
-        """Raises NamesError; PrefixNotFoundError, which lists similar names of the tenant."""
+        """A tenant's prefix of this name. Raises NamesError; PrefixNotFoundError, which lists
+        similar names."""
         self._check_readable()
         prefix = self._prefixes.get((tenant, name))
         if prefix is not None and prefix.expires > self._clock():
@@ -140,7 +141,8 @@ class Names:
     # -- changes: each raises NamesError if it cannot be written ----------------------------------
 
     async def add(self, new: NewPrefix) -> Prefix:
-        """Takes the place of one of the same name. Raises PrefixRefusedError beyond a limit."""
+        """Add a prefix, in place of one of the same name. Raises PrefixRefusedError beyond a
+        limit."""
         return await finishing(self._add(new))
 
     async def _add(self, new: NewPrefix) -> Prefix:
@@ -166,7 +168,7 @@ class Names:
             return prefix
 
     async def change(self, tenant: str, name: str, terms: Terms) -> Prefix:
-        """Raises PrefixNotFoundError."""
+        """Change the terms of a prefix. Raises PrefixNotFoundError."""
         return await finishing(self._change(tenant, name, terms))
 
     async def _change(self, tenant: str, name: str, terms: Terms) -> Prefix:
@@ -176,7 +178,7 @@ class Names:
             return changed
 
     async def remove(self, tenant: str, name: str) -> None:
-        """Raises PrefixNotFoundError."""
+        """Forget a prefix. Raises PrefixNotFoundError."""
         await finishing(self._remove(tenant, name))
 
     async def _remove(self, tenant: str, name: str) -> None:

@@ -55,7 +55,7 @@ class NamesFile:
         self._lock: int | None = None
 
     def open(self) -> list[Prefix]:
-        """Raises OSError, and ValueError for what it cannot read."""
+        """Read the file. Raises OSError, and ValueError for what it cannot read."""
         if not self.lock():
             raise OSError(
                 f"another xinference uses {self.path}; give this one another XINFERENCE_HOME"
@@ -75,7 +75,7 @@ class NamesFile:
         raise ValueError(f"{self.path} {reason}; mend it or move it away")
 
     def lock(self) -> bool:
-        """Whether it is ours alone, until `close`. Raises OSError."""
+        """True if it is ours alone, until `close`. Raises OSError."""
         if self._lock is not None:
             return True
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,7 +92,8 @@ class NamesFile:
         return True
 
     def write(self, prefixes: Iterable[Prefix]) -> None:
-        """Raises OSError; then the file is as before, unless its folder cannot be written."""
+        """Write all prefixes. Raises OSError; then the file is as before, unless its folder cannot
+        be written."""
         scratch = self._scratch
         scratch.unlink(missing_ok=True)
         try:

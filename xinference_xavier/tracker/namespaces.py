@@ -52,7 +52,7 @@ class WatcherBatcher:
 
     @property
     def pending(self) -> bool:
-        """Whether a change is held back for further ones."""
+        """True if a change is held back for further ones."""
         return self._timer is not None
 
     def notify(self, watchers: int) -> None:

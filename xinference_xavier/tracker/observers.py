@@ -50,7 +50,7 @@ class Loads:
             self._prompt_bytes -= len(oldest.keys)
 
     def drain(self, incarnation: str, until: float | None) -> bool:
-        """None ends it. False if only the time is new."""
+        """Note until when a replica drains; None ends it. False if only the time is new."""
         changed = (incarnation in self.draining) is (until is None)
         if until is None:
             self.draining.pop(incarnation, None)
@@ -62,7 +62,7 @@ class Loads:
         return changed
 
     def latest(self, incarnation: str) -> Load | None:
-        """Its latest load; None before its first report."""
+        """A replica's latest load; None before its first report."""
         reported = self._latest.get(incarnation)
         return None if reported is None else reported.load
 
@@ -72,7 +72,7 @@ class Loads:
         return next((each.load.serving.routing for each in self._latest.values()), "")
 
     def drain_s(self, incarnation: str) -> float:
-        """How long it may drain; 0 before its first report."""
+        """Seconds that a replica may drain; 0 before its first report."""
         load = self.latest(incarnation)
         return 0.0 if load is None else load.serving.drain
 
@@ -139,7 +139,7 @@ class Observers:
 
     @property
     def listening(self) -> bool:
-        """Whether there is a router."""
+        """True if there is a router."""
         return self._waiting > 0 or self._clock() < self._listened + LISTENS_FOR
 
     def report(self, incarnation: str, load: Load, requests: Iterable[RequestReport]) -> None:

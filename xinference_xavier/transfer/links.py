@@ -74,7 +74,7 @@ class _AcceptedLink(NamedTuple):
 
 
 class Sender:
-    """At most one complete link to each consumer."""
+    """The donor's side: at most one complete link to each consumer."""
 
     def __init__(self, context: LinkContext) -> None:
         self._context = context
@@ -219,7 +219,7 @@ class _Progress:
 
 
 class Receiver:
-    """At most one link from each donor. A link carries one batch at a time."""
+    """The consumer's side: at most one link from each donor. A link carries one batch at a time."""
 
     def __init__(self, context: LinkContext) -> None:
         self._context = context

@@ -31,8 +31,8 @@ _draining: set[tuple[str, str]] = set()
 
 
 def passes_over(supervisor: Any, model_uid: str, model: Any) -> bool:
-    """Whether a request in turn does not go to `model`: its replica drains, and another does not.
-    Without tracker or router, requests go in turn."""
+    """True if a round-robin request does not go to `model`: its replica drains, and another does
+    not. Without tracker or router, requests go round-robin."""
     if not _draining:
         return False
     address = seam.control_address(supervisor)

@@ -1,4 +1,4 @@
-"""Which vLLM a replica gets.
+"""The vLLM that a replica gets.
 
 xinference installs the newest vLLM that a model's definition allows into an environment of the
 model's own, which inherits what is installed beside xinference. A definition may pin a version that
@@ -139,7 +139,7 @@ def _as_here(package: str) -> str:
 
 
 def _is_older(requirement: Requirement, wanted: SpecifierSet) -> bool:
-    """Whether it admits only versions that are older than all supported ones."""
+    """True if it admits only versions that are older than all supported ones."""
     if requirement.url is not None:
         return False
     allowed = _candidates(requirement)
@@ -173,7 +173,7 @@ def _exact(requirement: Requirement) -> list[str]:
 
 
 def _pinned(packages: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Those of `names` of which exact versions are required."""
+    """The packages of `names` of which exact versions are required."""
     found = map(_parsed, packages)
     return {each.name for each in found if each and each.name in names and _exact(each)}
 

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 FOLDER = "xavier"
-"""Ours in xinference's data folder."""
+"""Our folder in xinference's data folder."""
 
 
 def refuse_unshareable(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
@@ -333,7 +333,7 @@ def finding_replicas(get_model: Method) -> Method:
     """Makes `get_model(replica, xavier_replica=True)` do what `xavier_replica` does. While
     xinference 4.1 relaunches its supervisor, it lets only some methods of its own through.
 
-    Of the replicas that get requests in turn, those that drain are left out, if there are others.
+    Round-robin requests pass over replicas that drain, if there are others.
     """
 
     @functools.wraps(get_model)

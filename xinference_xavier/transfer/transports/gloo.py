@@ -386,5 +386,5 @@ class GlooLink(Link):
 
 
 def _is_past(deadline: float) -> bool:
-    """Whether Gloo timed out: its errors have no type, and it waits for whole milliseconds."""
+    """True if Gloo timed out: its errors have no type, and it waits for whole milliseconds."""
     return time.monotonic() > deadline - 0.001

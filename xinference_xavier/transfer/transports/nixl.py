@@ -72,7 +72,7 @@ _ANSWER = TypeAdapter(_Memory, config=ConfigDict(ser_json_bytes="hex", val_json_
 
 
 def _has_active_port() -> bool:
-    """This host has an RDMA device with a port that is up."""
+    """True if this host has an RDMA device with a port that is up."""
     try:
         return any("ACTIVE" in state.read_text() for state in _DEVICES.glob("*/ports/*/state"))
     except OSError:  # the device is being reset or unplugged
@@ -165,7 +165,8 @@ class _Agent:
             return handle
 
     def is_reading(self, handle: object) -> bool:
-        """Raises LinkError if the read failed; then it writes nothing more."""
+        """True while the read goes on. Raises LinkError if it failed; then it writes nothing
+        more."""
         with _nixl_errors():
             state = self.nixl.check_xfer_state(handle)
         if state == "ERR":
@@ -173,7 +174,7 @@ class _Agent:
         return bool(state == "PROC")
 
     def tell(self, peer: str, word: bytes) -> None:
-        """Raises LinkError."""
+        """Send a word to a peer. Raises LinkError."""
         with _nixl_errors():
             self.nixl.send_notif(peer, word)
 
@@ -428,7 +429,7 @@ class DonorLink(Link):
         self._batches = 0
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        """The consumer reads them."""
+        """Wait while the consumer reads the rows."""
         self._batches += 1
         self._agent.await_word(self._tag, self._batches, deadline)
 

@@ -252,7 +252,7 @@ class DonorLink(Link):
     """Has nothing to do: the consumer copies the rows itself."""
 
     def send(self, slots: Sequence[int], deadline: float) -> None:
-        """The consumer copies them."""
+        """Do nothing: the consumer copies the rows."""
 
     def close(self) -> None:
         """The consumer unmaps the region itself."""
