@@ -5,14 +5,8 @@ import { Component, html } from "../html.js";
 import { count, percent, tokensOf } from "./numbers.js";
 import { language } from "./settings.js";
 
-/**
- * The rows of a short table; a longer one is folded and can be filtered. On a phone, each row of a
- * wide one is a block.
- * @param {number} columns
- */
-function shortest(columns) {
-  return columns > 3 && matchMedia("(max-width: 40rem)").matches ? 4 : 12;
-}
+const SHORT = 12; // rows; a longer table is folded and can be filtered
+const BLOCKS = 4; // rows of a folded table on a phone, where each row of a wide one is a block
 
 /**
  * A title, the value that rows are sorted by (null where it is not known), and how it is shown: by
@@ -63,13 +57,14 @@ class Table extends Component {
     const { id, items, columns } = this.props;
     const { by, down, filter, all } = this.state;
     const found = this.found();
-    const short = shortest(columns.length);
+    const blocks = columns.length > 3 && matchMedia("(max-width: 40rem)").matches;
+    const shown = all || found.length <= SHORT ? found.length : blocks ? BLOCKS : SHORT;
     const looks = columns.map(([, value]) =>
       items.some((item) => typeof value(item) === "string") ? undefined : "number",
     );
     return html`
       ${
-        items.length > short &&
+        items.length > SHORT &&
         html`<input type="search" id=${`${id}-filter`} placeholder=${text.filter}
           aria-label=${text.filter} value=${filter}
           onInput=${(/** @type {InputEvent & { target: HTMLInputElement }} */ event) =>
@@ -90,7 +85,7 @@ class Table extends Component {
           )}
         </tr></thead>
         <tbody>
-          ${found.slice(0, all ? undefined : short).map(
+          ${found.slice(0, shown).map(
             (item) => html`<tr>
               ${columns.map(([title, value, show = String], index) => {
                 const known = value(item);
@@ -104,7 +99,7 @@ class Table extends Component {
         </tbody>
       </table>
       ${
-        found.length > short &&
+        found.length > SHORT &&
         html`<button type="button" id=${`${id}-all`} aria-expanded=${String(all)}
           onClick=${() => this.setState({ all: !all })}>
           ${all ? text.fewer : `${text.showAll} (${count(found.length)})`}
