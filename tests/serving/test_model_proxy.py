@@ -47,10 +47,10 @@ async def test_messages_that_were_prepared_with_them_get_them_once() -> None:
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [1, 2]])
-async def test_it_goes_before_one_prompt_of_text(prompts: Any) -> None:
+def test_it_goes_before_one_prompt_of_text(prompts: Any) -> None:
     """xinference refuses lists of prompts itself, today."""
     with pytest.raises(WrongKindError, match="'it' goes before one prompt of text"):
-        await ModelProxy(Model(), NamedPrefix("it", PROMPT)).generate(prompts, {})
+        NamedPrefix("it", PROMPT).check({"prompt": prompts})
 
 
 # -- keeping ----------------------------------------------------------------------------------

@@ -288,9 +288,9 @@ def _path(model_uid: str, action: str = "") -> str:
     return f"/v1/xavier/{_part(model_uid, ModelNotFoundError)}{action}"
 
 
-def _prefix_path(model_uid: str, name: str, action: str = "") -> str:
+def _prefix_path(model_uid: str, name: str) -> str:
     """Raises UnknownPrefixError, too."""
-    return _path(model_uid, f"/prefixes/{_part(name, UnknownPrefixError)}{action}")
+    return _path(model_uid, f"/prefixes/{_part(name, UnknownPrefixError)}")
 
 
 def _part(name: str, not_found: type[ApiError]) -> str:

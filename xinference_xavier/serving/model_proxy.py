@@ -56,20 +56,15 @@ class NamedPrefix(NamedTuple):
                 "add the prefix with this one under another name"
             )
 
-    def before_prompt(self, prompt: Any, config: Any) -> str:
-        self.check({"prompt": prompt, **_adapter(config)})
-        return f"{self.content['prompt']}{prompt}"
-
     def before_messages(self, messages: list[Any], config: Any) -> list[Any]:
         """Also adds the prefix's tools to `config`."""
-        self.check({"messages": messages, **_adapter(config)})
         if (tools := self.content.get("tools")) and isinstance(config, dict):
             config["tools"] = [*tools, *(config.get("tools") or [])]
         return [*self.content["messages"], *messages]
 
 
 class ModelProxy:
-    """Wraps `model` for one request.
+    """Wraps `model` for one request, to which `prefix` fits (`NamedPrefix.check`).
 
     With `prompt_s`, the replica that computes the request keeps the whole prompt for so many
     seconds; without, it keeps what Anthropic's `cache_control` marks, as xinference has read it.
@@ -89,7 +84,7 @@ class ModelProxy:
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         if self._prefix is not None:
-            prompt = self._prefix.before_prompt(prompt, _config(args, kwargs))
+            prompt = self._prefix.content["prompt"] + prompt
         return self._counted(await self._model.generate(prompt, *args, **self._named(kwargs)))
 
     async def chat(self, messages: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,10 +130,6 @@ class ModelProxy:
 
 def _config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs.get("generate_config")
-
-
-def _adapter(config: Any) -> dict[str, Any]:
-    return {LORA: config.get(LORA)} if isinstance(config, dict) else {}
 
 
 def _share(part: object, whole: object) -> float:
