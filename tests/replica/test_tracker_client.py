@@ -9,19 +9,29 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 import xoscar as xo
 
-from tests.harness.comparisons import sketch
-from tests.tracker_pools import MODEL, create_tracker
+from tests.harness.comparisons import compared, sketch
+from tests.tracker_pools import MODEL, create_tracker, let_others_run
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.events import TrackerLost, event_dict
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.mirror import PIECE, Mirror
 from xinference_xavier.pool.pool import Row, RowState
 from xinference_xavier.protocol.load import Load, Observation, Serving
-from xinference_xavier.protocol.tracker import Outcome, Update, tracker_uid
+from xinference_xavier.protocol.sketches import Difference
+from xinference_xavier.protocol.tracker import (
+    Change,
+    Comparison,
+    Outcome,
+    Settings,
+    Update,
+    Verdict,
+    tracker_uid,
+)
 from xinference_xavier.replica import reports as reports_module
 from xinference_xavier.replica import tracker_client as client_module
 from xinference_xavier.replica.canary import Canary
@@ -565,6 +575,28 @@ async def test_the_namespace_can_change_while_the_tracker_is_lost(peers: Peers) 
     await peers.new_tracker()
     b = await peers.start("b", namespace="other")
     await b.sees(K1, "a")
+
+
+async def test_who_differs_is_known_before_the_rest_of_a_large_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What came from there is not used meanwhile."""
+    monkeypatch.setattr(client_module, "PIECE_PAUSE", PATIENCE)
+    found = Comparison(Verdict.DIFFERS, "", "a", Difference("layer", 0.5))
+    met, unlike = compared("b"), compared("b")._replace(comparison=found)
+    keys = b"".join(number.to_bytes(4) for number in range(2 * PIECE))
+    changes = (Change("b", 1, keys, b"", True),)
+    updates = [
+        Update(1, "epoch", True, Settings(), 4, (met,), ()),
+        Update(2, "epoch", False, Settings(), 4, (unlike,), changes, differing=(unlike,)),
+    ]
+    a = Peer("a", asyncio.Event().wait)  # type: ignore[arg-type]
+    monkeypatch.setattr(a.client, "_call", AsyncMock(side_effect=updates))
+    watching = asyncio.create_task(a.client._watch("namespace"))
+    await let_others_run()
+    assert not watching.done()
+    assert a.canary.stats.differing == 1
+    watching.cancel()
 
 
 async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(peers: Peers) -> None:

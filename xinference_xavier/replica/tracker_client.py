@@ -252,7 +252,10 @@ class TrackerClient:
             update: Update = await self._call(
                 namespace, "watch", mirror.epoch, mirror.revision, timeout, wait=timeout
             )
-            for _ in mirror.apply_in_pieces(update):
+            pieces = mirror.apply_in_pieces(update)
+            next(pieces, None)
+            self._canary.mirror_changed()  # who differs comes first: a snapshot takes seconds
+            for _ in pieces:
                 await asyncio.sleep(PIECE_PAUSE)
             self._canary.mirror_changed()
 
