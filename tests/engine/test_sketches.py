@@ -120,30 +120,26 @@ def test_a_change_of_the_bytes_is_seen(change: Callable[[Tensor], Tensor]) -> No
 
 def test_each_stage_of_a_pipeline_is_sampled() -> None:
     """Each has other layers, and cells of another size; both have two workers."""
-    layers = caches()
-    ends = [{LAYERS[0]: layers[LAYERS[0]]}, {"last": layers[LAYERS[1]], "more": layers[LAYERS[1]]}]
-    stages, cells = [], list[bytes]()
-    for stage in ends:
+    one, other = caches().values()
+    layers = {"first": one, "last": other, "more": one}
+    described, cells = [], list[bytes]()
+    for names in (["first"], ["last", "more"]):
+        stage = {name: layers[name] for name in names}
         pages = one_by_one(stage)
-        groups = {0: KVCacheGroupSpec([*stage], ATTENTION)}
-        stages.append(describe_pages(groups, stage, pages, BLOCKS_PER_CHUNK))
-        tensors = (each.tensor[:BLOCKS_PER_CHUNK] for each in pages.tensors)
-        cells += 2 * [b"".join(each.numpy().tobytes() for each in tensors)]
+        groups = {0: KVCacheGroupSpec(names, ATTENTION)}
+        described.append(describe_pages(groups, stage, pages, BLOCKS_PER_CHUNK))
+        cells += 2 * [
+            b"".join(each.tensor[:BLOCKS_PER_CHUNK].numpy().tobytes() for each in pages.tensors)
+        ]
     row = b"".join(cells)
     region = Region.create(1, -(-len(row) // 4096) * 4096)
     region.row(0)[: len(row)] = np.frombuffer(row, np.uint8)
-    found = Sketcher(region, stages, [*map(len, cells)], BLOCKS_PER_CHUNK).sample([Row(KEY, 0)])
-    assert [*found] == [
-        "layer.0, worker 0",
-        "layer.0, worker 1",
-        "last, worker 2",
-        "more, worker 2",
-        "last, worker 3",
-        "more, worker 3",
-    ]
-    for name, (_, samples) in found.items():
-        numbers = layers[LAYERS[name[:4] in {"last", "more"}]][:BLOCKS_PER_CHUNK]
-        assert set(samples) <= set(numbers.float().flatten().tolist())
+    sketcher = Sketcher(region, described, [*map(len, cells)], BLOCKS_PER_CHUNK)
+    found = sketcher.sample([Row(KEY, 0)])
+    workers = [("first", 0), ("first", 1), ("last", 2), ("more", 2), ("last", 3), ("more", 3)]
+    assert [*found] == [f"{layer}, worker {worker}" for layer, worker in workers]
+    for (layer, _), (_, samples) in zip(workers, found.values(), strict=True):
+        assert set(samples) <= set(layers[layer][:BLOCKS_PER_CHUNK].float().flatten().tolist())
 
 
 def test_nan_becomes_zero() -> None:
