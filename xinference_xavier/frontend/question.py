@@ -4,7 +4,6 @@ What only decides where a request goes never fails: what cannot be read has no t
 goes by backlog alone. What decides what the model is given is read, or refused.
 """
 
-import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from xinference_xavier.errors import shown
 from xinference_xavier.frontend.model_router import NO_TEXT
 from xinference_xavier.protocol.prefixes import LORA
 from xinference_xavier.routing.texts import PIECE, Text, text_of
+from xinference_xavier.runtime.aio import in_thread
 
 MAX_TEXT = 4 << 20
 """Characters. Hashing a longer text would take longer than the choice may take. What is no text
@@ -67,7 +67,7 @@ async def read_question(
         return Question(text, session_of(request, session), request_id, _max_tokens(request))
 
     short = size < _LONG and before is None  # a named text may have megabytes
-    return read() if short else await asyncio.to_thread(read)
+    return read() if short else await in_thread(read)
 
 
 class Keep(NamedTuple):

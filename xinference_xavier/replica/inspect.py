@@ -22,7 +22,7 @@ from xinference_xavier.protocol.transfer import Endpoint
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import ask
+from xinference_xavier.runtime.aio import ask, in_thread
 from xinference_xavier.runtime.host import process_info
 
 
@@ -52,7 +52,7 @@ class Explainer:
         """Answer a packed question with an `explanation`. Raises ExplainError if the chunker
         rejects it."""
         async with self._asked:
-            chunked = await asyncio.to_thread(self._chunked, packed)
+            chunked = await in_thread(self._chunked, packed)
         return self.explanation(chunked)
 
     def _chunked(self, packed: bytes) -> Chunked:

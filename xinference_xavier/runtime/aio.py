@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -80,6 +80,15 @@ def spawn(work: Awaitable[Any]) -> asyncio.Future[Any]:
     _running.add(task)
     task.add_done_callback(_running.discard)
     return task
+
+
+_threads = ThreadPoolExecutor(8, "xavier")  # it starts them when they are needed
+
+
+async def in_thread(work: Callable[..., T], *args: object) -> T:
+    """What `work` returns, in a thread of ours. Those of asyncio may all be taken: xinference 4.1
+    keeps three for each process that it starts beside its first API, of six on two cores."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args))
 
 
 async def finishing(work: Awaitable[T]) -> T:

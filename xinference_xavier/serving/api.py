@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from xinference_xavier.frontend.question import SALT
 from xinference_xavier.protocol.tracker import Settings, pack_question
+from xinference_xavier.runtime.aio import in_thread
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
     MODEL,
@@ -95,7 +96,7 @@ class _Routes:
             else self._trackers.shared_report(model_uid, MAX_AGE)
         )
         report = await answered_for(model_uid, making)
-        body = await asyncio.to_thread(report.json, partial(self._may_ask, request))
+        body = await in_thread(report.json, partial(self._may_ask, request))
         etag = f'"{xxhash.xxh3_128_hexdigest(body)}"'
         headers = {"etag": etag, "cache-control": "private, no-cache", "vary": "authorization"}
         if known == etag:
@@ -148,7 +149,7 @@ class _Routes:
         self._access(request, model_uid)
         tenant = tenant_of(request, body.cache_salt)
         question = {**body.question, SALT: tenant} if tenant else body.question
-        packed = await asyncio.to_thread(pack_question, question)
+        packed = await in_thread(pack_question, question)
         deadline = EXPLAIN_DEADLINE + 1
         explaining = self._trackers.call(model_uid, "explain", packed, deadline=deadline)
         return JSONResponse(await answered_for(model_uid, explaining))

@@ -19,7 +19,7 @@ from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.runtime.addresses import reachable_address
-from xinference_xavier.runtime.aio import UNREACHABLE, retrieve, within
+from xinference_xavier.runtime.aio import UNREACHABLE, in_thread, retrieve, within
 from xinference_xavier.runtime.host import process_info
 from xinference_xavier.serving import seam
 from xinference_xavier.stats.report import report
@@ -129,7 +129,7 @@ class TrackerGateway:
 
     async def report(self, model_uid: str) -> ModelReport:
         # For a thousand replicas this takes 0.4 s, in which requests would not be forwarded.
-        making = asyncio.to_thread(report, await self.call(model_uid, "status"))
+        making = in_thread(report, await self.call(model_uid, "status"))
         status = await within(DEADLINE, making)
         router = self.routers.get(model_uid)
         routing = asdict(RoutingStats()) if router is None else router.report()

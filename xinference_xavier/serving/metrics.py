@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from xinference_xavier._version import __version__
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.protocol.tracker import without_rank
-from xinference_xavier.runtime.aio import within
+from xinference_xavier.runtime.aio import in_thread, within
 from xinference_xavier.runtime.host import installed_version
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving import seam
@@ -236,7 +236,7 @@ class Exporter:
         reports = dict(filter(None, answers))
         making = partial(samples, reports, up=True, workers=models)
         try:
-            self._samples = await within(MAX_SECONDS, asyncio.to_thread(making))
+            self._samples = await within(MAX_SECONDS, in_thread(making))
         except Exception as error:  # our own: xinference's metrics are there all the same
             self._fail("API", error)
             self._samples = samples({}, up=True)

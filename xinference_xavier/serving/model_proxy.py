@@ -7,7 +7,6 @@ the replica keeps. The answer's `usage` reports what is kept from now on:
 xinference makes Anthropic's `usage` of it, and of `cached_tokens`.
 """
 
-import asyncio
 import json
 import math
 import uuid
@@ -15,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 from xinference_xavier.protocol.prefixes import LORA, Keeping, with_keeping
+from xinference_xavier.runtime.aio import in_thread
 from xinference_xavier.serving import seam
 
 
@@ -99,7 +99,7 @@ class ModelProxy:
         if isinstance(marked, dict) and marked.get("messages"):
             tools = config.get("tools")
             part = [marked["messages"], marked.get("tools", tools)]
-            share = await asyncio.to_thread(_share, part, [messages, tools])
+            share = await in_thread(_share, part, [messages, tools])
             self._keeping = Keeping(float(marked["ttl"]), share)
         return await self._model.prepare_anthropic_request(messages, config)
 

@@ -3,7 +3,6 @@
 The tracker of the model has the names; docs/api.md lists the routes' answers and status codes.
 """
 
-import asyncio
 import json
 from collections.abc import Awaitable, Mapping
 from functools import partial
@@ -19,6 +18,7 @@ from xinference_xavier.errors import (
     PrefixNotFoundError,
     PrefixRefusedError,
 )
+from xinference_xavier.runtime.aio import in_thread
 from xinference_xavier.serving.answers import (
     ASK_SCOPE,
     MODEL,
@@ -76,7 +76,7 @@ class Prefixes:
             self._remembered.pop(key, None)
             raise
         if text is not None:
-            content = await asyncio.to_thread(json.loads, text)
+            content = await in_thread(json.loads, text)
             self._remembered[key] = known = _Content(id_, content, len(text))
         assert known is not None, "its id was sent"
         return known.content

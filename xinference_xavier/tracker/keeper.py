@@ -28,7 +28,7 @@ from xinference_xavier.protocol.prefixes import (
     request_id,
 )
 from xinference_xavier.protocol.tracker import Member, pack_question
-from xinference_xavier.runtime.aio import spawn, within
+from xinference_xavier.runtime.aio import in_thread, spawn, within
 from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.tracker import fanout
@@ -193,7 +193,7 @@ class Keeper:
 
     async def _check_size(self, new: NewPrefix) -> int:
         """The prefix's chunks."""
-        packed = await asyncio.to_thread(_question, new.content)
+        packed = await in_thread(_question, new.content)
         found = await fanout.explain(self.namespaces, packed)
         tokens, chunk = found["prompt_tokens"], found["chunk_tokens"]
         context = found["context_tokens"]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -291,6 +292,18 @@ async def test_a_prefix_of_the_right_kind_and_adapter_goes_before_the_request(
             answer = await world.answer("hi", path=path, stream=False, **way, **adapter)
             assert (answer.status, bool(answer.replica)) == (200, mode == "auto")
             assert world.replicas["m-0"].prompts[-1] == begins + "hi"
+
+
+class _Taken(ThreadPoolExecutor):
+    def submit(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("xinference has taken all threads")
+
+
+@in_world("m-0", content_of=named)
+async def test_a_prefix_needs_none_of_asyncio_s_threads(world: World) -> None:
+    """On two cores, xinference's first API keeps all of them while it is relaunched."""
+    asyncio.get_running_loop().set_default_executor(_Taken())
+    assert (await world.answer("hi", prefix_name="story")).replica == "m-0"
 
 
 @in_world("m-0")

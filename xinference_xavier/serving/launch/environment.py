@@ -8,7 +8,6 @@ installed together is refused before anything is downloaded. The engine checks w
 the end.
 """
 
-import asyncio
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ from packaging.specifiers import SpecifierSet
 
 from xinference_xavier import vllm_versions
 from xinference_xavier.limits import START_DEADLINE
+from xinference_xavier.runtime.aio import in_thread
 from xinference_xavier.serving import seam
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ async def refuse_unresolvable(launch: Mapping[str, Any], found: Environment) -> 
     if found.replaced is None:
         return
     planned, sources = seam.planned_packages(launch, found.packages), seam.package_sources(launch)
-    resolution = await asyncio.to_thread(resolve, planned, sources)
+    resolution = await in_thread(resolve, planned, sources)
     if resolution.conflict:
         raise vllm_versions.refusal(
             found.replaced, f"{_DEFINED}, which no newer one fits ({resolution.conflict})"
