@@ -86,6 +86,22 @@ async def test_a_tracker_that_is_replaced_has_a_router_of_its_own(world: World) 
     assert (world.router.routing, before.open()) == ("off", None)
 
 
+@in_world("m-0", "m-1")
+async def test_a_replica_that_does_not_join_the_next_tracker_is_lost(world: World) -> None:
+    asked = world.ask(LONG, stream=False)
+    await asyncio.sleep(0.1)
+    (its,) = (each for each in world.replicas.values() if each.asked)
+    its.vanish()
+    lose(world)
+    world.tracker = Tracker(lambda incarnation: incarnation.removesuffix(" now"))
+    next(each for each in world.replicas.values() if each is not its).join()
+    await world.done()
+    assert asked.status == 500
+    assert asked.last is not None
+    assert LEASE < asked.last < LEASE + 5.0
+    its.leave = lambda: None  # type: ignore[method-assign]
+
+
 @in_world("m-0")
 async def test_a_tracker_that_cannot_be_reached_for_a_while_keeps_its_router(world: World) -> None:
     before, find = world.router, world.routers._find

@@ -274,6 +274,13 @@ class Replica(Elsewhere):
             self._timer.cancel()
         self.leave()
 
+    def vanish(self) -> None:
+        """Its host is lost: no connection ends."""
+        self.hangs = True
+        self._reporting.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
     # -- the tracker ---------------------------------------------------------------------------
 
     def join(self) -> None:

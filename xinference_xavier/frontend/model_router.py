@@ -29,7 +29,7 @@ from xinference_xavier.protocol.load import (
 )
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack, without_rank
 from xinference_xavier.routing.forecast import Chunks
-from xinference_xavier.routing.replica import Rates, Replica, Report, Step
+from xinference_xavier.routing.replica import LEASE, Rates, Replica, Report, Step
 from xinference_xavier.routing.route import Choice, Queue, Route, State
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text, Texts
@@ -86,6 +86,7 @@ class ModelRouter:
         self._texts: Texts
         self._queue = Queue(PATIENCE)
         self._closed = False
+        self._began = math.inf  # when it heard of its tracker
         # Requests by the ids that replicas know, also those that have ended: they may be reported.
         self._named: LRUCache[str, Route] = LRUCache(
             MAX_NAMED, lambda route: _NAMED + len(route.text.hashes)
@@ -100,6 +101,8 @@ class ModelRouter:
         if good.update is not None:
             yield from self.mirror.apply_in_pieces(good.update)
         now = self._clock()
+        if not self.version:
+            self._began = now
         if self._serving is None and good.loads:
             self._begin(good.loads[0].load.serving)
         if self._serving is not None:
@@ -165,7 +168,8 @@ class ModelRouter:
     def _lose(self, incarnation: str) -> None:
         replica = self._router.replicas.get(incarnation)
         for route in self._router.lose(incarnation):
-            route.lost.set()
+            if not route.lost.done():
+                route.lost.set_result(None)
         names = {each.uid for each in self._router.replicas.values()}
         if replica is not None and replica.uid not in names:
             self.counts.replicas.pop(replica.uid, None)
@@ -221,6 +225,18 @@ class ModelRouter:
         included; those that run stay until they end."""
         self._closed = True
         self.admit()
+
+    @property
+    def has_requests(self) -> bool:
+        return self._serving is not None and bool(self._router.routes)
+
+    def follow(self, latest: "ModelRouter") -> None:
+        """The router of the latest tracker knows what has become of our replicas, once all of them
+        have had time to join there."""
+        if self._clock() > latest._began + LEASE:
+            known = () if latest._serving is None else latest._router.replicas
+            for incarnation in self._router.replicas.keys() - known:
+                self._lose(incarnation)
 
     async def move(self, route: Route, failure: Failure) -> bool:
         """The replica failed the request. True if the request was sent to another, as may happen

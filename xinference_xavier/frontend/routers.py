@@ -38,6 +38,8 @@ class Routers:
         self._find = find
         self._log = RateLimitedLog(logger)
         self._routers: dict[str, ModelRouter] = {}
+        # Those of earlier trackers, by model, whose requests have not ended.
+        self._former: dict[str, list[ModelRouter]] = {}
         self._looking: dict[str, asyncio.Future[None]] = {}
         # Models that did not share lately.
         self._absent: TTLCache[str, None] = TTLCache(LIMIT, _ASK_AGAIN)
@@ -64,7 +66,7 @@ class Routers:
         finally:
             del self._looking[model_uid]
             if (router := self._routers.pop(model_uid, None)) is not None:
-                router.close()
+                self._retire(model_uid, router)
 
     async def _observe(self, model_uid: str) -> None:
         router, backoff = ModelRouter(), Backoff(most=_MAX_BACKOFF, jitter=True)
@@ -73,10 +75,11 @@ class Routers:
                 tracker = await self._find(model_uid)
                 while True:
                     if not await observe(tracker, router):
-                        router.close()
+                        self._retire(model_uid, router)
                         router = ModelRouter()
                         continue
                     self._routers[model_uid] = router
+                    self._follow(model_uid, router)
                     backoff.reset()
             except NotFoundError:
                 raise
@@ -85,6 +88,17 @@ class Routers:
                 router.admit()  # what is known of the replicas may have expired
                 self._log.warn(model_uid, "no news for routing: model=%s", model_uid, exc_info=True)
             await asyncio.sleep(backoff.pause())
+
+    def _retire(self, model_uid: str, router: ModelRouter) -> None:
+        router.close()
+        if router.has_requests:
+            self._former.setdefault(model_uid, []).append(router)
+
+    def _follow(self, model_uid: str, router: ModelRouter) -> None:
+        for former in self._former.pop(model_uid, ()):
+            former.follow(router)
+            if former.has_requests:
+                self._former.setdefault(model_uid, []).append(former)
 
 
 async def observe(tracker: Any, router: ModelRouter) -> bool:

@@ -101,8 +101,8 @@ class Router:
             replica.take(report, self._typical().rates)
 
     def lose(self, name: str) -> list[Route]:
-        """The replica has failed or left: it gets nothing until it reports again. Returns its
-        requests that can go elsewhere, in the order in which they were sent."""
+        """The replica has failed or left: it gets nothing until it reports again. Returns the
+        requests that it was to answer, in the order in which they were sent."""
         if (replica := self.replicas.pop(name, None)) is None:
             return []
         self._expected.clear()  # another replica may get its bit
@@ -113,8 +113,7 @@ class Router:
                 self.prefilled(place.route)
                 continue
             self.leave(place.route)
-            if place.route.state is State.WAITING:
-                lost.append(place.route)
+            lost.append(place.route)
         return lost
 
     def close(self, group: str, until: float) -> None:

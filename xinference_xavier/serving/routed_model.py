@@ -97,6 +97,8 @@ Connect = Callable[[str], Awaitable[Any]]
 """Returns a reference to the model actor of a replica. Raises ReplicaNotServingError."""
 _DEAD = "EngineDeadError"
 _OF_ITS_REPLICA = {"address", "uid"}
+SILENCE = 30.0
+"""Seconds in which an answer that has begun may go on although the tracker has lost its replica."""
 
 
 class ReplicaLostError(XavierError):
@@ -142,7 +144,8 @@ class RoutedModel:
         return await self._request("chat", args, kwargs)
 
     async def abort_request(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._model.abort_request(self._names.get(name, name), *args, **kwargs)
+        aborting = self._model.abort_request(self._names.get(name, name), *args, **kwargs)
+        return await within(CALL_DEADLINE, aborting)
 
     async def _request(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # By this id the replica reports the request. The route of responses gives none.
@@ -162,7 +165,7 @@ class RoutedModel:
             self._router.answered(self._route, streamed=False)
             return result
         completed = functools.partial(self._router.completed, self._route)
-        stream = _Stream(result, lambda: self._begin(stream, ask), completed)
+        stream = _Stream(result, lambda: self._begin(stream, ask), self._go_on, completed)
         route.at_end.append(stream.abandon)
         return stream
 
@@ -181,6 +184,10 @@ class RoutedModel:
         item = await self._with_another(first)
         self._router.answered(self._route, streamed=True)
         return item
+
+    async def _go_on(self, place: _Place) -> Any:
+        """The next item of a stream that has begun."""
+        return await self._unless_lost(anext(place.iterator), SILENCE)
 
     async def _with_another(self, ask: Callable[[], Awaitable[_T]]) -> _T:
         """Ask the replica, and if that fails another one."""
@@ -217,20 +224,19 @@ class RoutedModel:
 
         return await self._unless_lost(call())
 
-    async def _unless_lost(self, call: Awaitable[_T]) -> _T:
-        """Raises ReplicaLostError once the tracker has lost the replica."""
-        answering = asyncio.ensure_future(call)
-        losing = asyncio.ensure_future(self._route.lost.wait())
+    async def _unless_lost(self, call: Awaitable[_T], patience: float = 0.0) -> _T:
+        """Raises ReplicaLostError once the tracker has lost the replica, and `patience` is over."""
+        answering, lost = asyncio.ensure_future(call), self._route.lost
         try:
-            await asyncio.wait({answering, losing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answering, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and patience:
+                await asyncio.wait({answering}, timeout=patience)
             if not answering.done():
                 raise ReplicaLostError(f"replica {self._replica} is lost")
         except BaseException:
             answering.add_done_callback(_give_back)
             answering.cancel()
             raise
-        finally:
-            losing.cancel()
         return answering.result()
 
 
@@ -263,9 +269,11 @@ class _Stream(AsyncIterator[Any]):
         self,
         place: _Place,
         begin: Callable[[], Awaitable[Any]],
+        go_on: Callable[[_Place], Awaitable[Any]],
         completed: Callable[[], object],
     ) -> None:
         self.place: _Place | None = place
+        self._go_on = go_on
         self._completed = completed
         self._begin: Callable[[], Awaitable[Any]] | None = begin
         self._closed = False
@@ -278,7 +286,7 @@ class _Stream(AsyncIterator[Any]):
             if begin is not None:
                 return await begin()
             assert self.place is not None
-            return await anext(self.place.iterator)
+            return await self._go_on(self.place)
         except StopAsyncIteration:
             self._completed()
             self.abandon()

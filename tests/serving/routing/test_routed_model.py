@@ -14,7 +14,7 @@ from tests.serving.routing.scenarios import STREAMS, search
 from tests.world.world import CHUNK, REPORTS, ModelActor, World, in_world, text
 from xinference_xavier.errors import ReplicaNotServingError
 from xinference_xavier.protocol.load import mark_of
-from xinference_xavier.serving.routed_model import RoutedModel, one_token
+from xinference_xavier.serving.routed_model import SILENCE, RoutedModel, one_token
 
 SECOND = text("a second", 10_000)
 """To compute it takes a second."""
@@ -188,6 +188,42 @@ async def test_it_behaves_like_the_replica(world: World) -> None:
     assert await model.abort_request("r", block_duration=30) == "done"
     assert model.uid == "m-0"
     world.router.end(model._route)
+
+
+@in_world("m-0")
+async def test_an_abort_ends_although_the_replica_does_not_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ModelActor, "abort_request", hang)
+    model = await routed(world)
+    with pytest.raises(TimeoutError):
+        await model.abort_request("r")
+    world.router.end(model._route)
+
+
+@in_world("m-0")
+async def test_an_answer_that_has_begun_ends_once_its_lost_replica_is_silent(world: World) -> None:
+    asked, replica = world.ask("short", 1000), world.replicas["m-0"]
+    await asyncio.sleep(1.0)
+    assert asked.first is not None
+    replica.vanish()
+    replica.leave()
+    await world.done()
+    assert asked.last == pytest.approx(1.0 + SILENCE, abs=0.1)
+    assert b'"error"' in asked.body
+
+
+@in_world("m-0")
+async def test_an_answer_that_has_begun_outlives_its_replica_at_the_tracker(world: World) -> None:
+    asked = world.ask("short", 1000)
+    await asyncio.sleep(1.0)
+    world.replicas["m-0"].leave()
+    await world.done()
+    assert asked.body.count(b"data:") == 2
+    assert b'"error"' not in asked.body
 
 
 # -- divided requests --------------------------------------------------------------------------
