@@ -377,8 +377,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/fetches.py",
-        "if not is_awaited or now > fetch.deadline + self.timeout:",
-        "if not is_awaited:",
+        "if fetch not in awaited or now > fetch.deadline + self.timeout:",
+        "if fetch not in awaited:",
         "requests for which vLLM has no blocks keep what they fetched pinned without a limit",
         ("tests/engine/test_request.py",),
     ),

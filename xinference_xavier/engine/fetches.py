@@ -119,13 +119,16 @@ class Fetches:
     def release_ended(self) -> None:
         """Learn from ended fetches, and unpin their rows once no request waits for them."""
         now = self._clock()
-        for fetch in [each for each in self if each.state is not FetchState.PENDING]:
+        ended = [each for each in self if each.state is not FetchState.PENDING]
+        if not ended:
+            return
+        awaited = set[Fetch]().union(*(each.awaited for each in self._requests.values()))
+        for fetch in ended:
             self._cost_model.ended(fetch, now)
             for row in fetch.rows:
                 if self.by_chunk.get(row.key) is fetch:
                     del self.by_chunk[row.key]
             # A waiting request takes its rows at once, unless vLLM has no blocks for it.
-            is_awaited = any(fetch in each.awaited for each in self._requests.values())
-            if not is_awaited or now > fetch.deadline + self.timeout:
+            if fetch not in awaited or now > fetch.deadline + self.timeout:
                 self._pool.unpin(fetch.committed)
                 del self._pinning[fetch]
