@@ -81,7 +81,6 @@ class Inside:
             config,
             engine=View(self.scheduler, config.drain),
             tier=tier,
-            incarnation=settings.incarnation,
             namespace="namespace",
             key_bytes=KEY_BYTES,
             region=self.region,

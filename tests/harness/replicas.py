@@ -144,7 +144,6 @@ class _Inside:
             XavierConfig(**options),
             engine=self.engine,
             tier=PeerTier(self.pool, Mirror(name), NoDisk()),
-            incarnation=name,
             namespace=namespace,
             key_bytes=KEY_BYTES,
             region=self.region,

@@ -67,7 +67,6 @@ class Life:
         self.publisher = publisher = Publisher("own", self.pool)
         publisher.enqueue = lambda keys, held: self.arrived.extend(keys)  # type: ignore[method-assign]
         self.fetcher = Fetcher(
-            incarnation="own",
             pool=self.pool,
             row_bytes=ROW_BYTES,
             process=peers,

@@ -224,7 +224,6 @@ class Fetching:
         )
         process: Any = SimpleNamespace(pull=self._pull, transports_to=lambda *_: ("gloo",))
         self.fetcher = Fetcher(
-            incarnation="own",
             pool=self.pool,
             row_bytes=1,
             process=process,

@@ -261,7 +261,6 @@ class XavierSpec(OffloadingSpec):
             config,
             engine=engine,
             tier=tier,
-            incarnation=self.config.engine_id,
             namespace=identity.digest(fingerprint_fields),
             key_bytes=identity.key_bytes(vllm_config),
             region=region,

@@ -85,7 +85,6 @@ class Fetcher:
     def __init__(
         self,
         *,
-        incarnation: str,
         pool: Pool,
         row_bytes: int,
         process: TransferProcess,
@@ -95,7 +94,6 @@ class Fetcher:
         publisher: Publisher,
         events: EventReporter,
     ) -> None:
-        self._incarnation = incarnation
         self.pool = pool
         self._row_bytes = row_bytes
         self._process = process
@@ -160,7 +158,7 @@ class Fetcher:
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,
-            self._incarnation,
+            self._mirror.peers.own,
             tuple(row.key for row in fetch.rows),
         )
         try:

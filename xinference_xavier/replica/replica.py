@@ -156,7 +156,6 @@ class Replica:
         *,
         engine: Engine,
         tier: PeerTier,
-        incarnation: str,
         namespace: str,
         key_bytes: int,
         region: Region,
@@ -164,9 +163,9 @@ class Replica:
         fingerprint_fields: Mapping[str, str] | None = None,
         not_sharing: NotSharing | None = None,
     ) -> None:
-        """`incarnation` is the engine's id; `cache_rows` would hold its KV cache.
-        `fingerprint_fields` are for people; `not_sharing` is why the engine takes no part. Raises
-        TransportError if the configured host or ports cannot be used here."""
+        """`cache_rows` would hold the engine's KV cache. `fingerprint_fields` are for people;
+        `not_sharing` is why the engine takes no part. Raises TransportError if the configured host
+        or ports cannot be used here."""
         if config.port_range is not None:
             check_range(*config.port_range)  # fail now, not when the transfer process starts
         pool, disk = tier.pool, tier.disk
@@ -174,7 +173,7 @@ class Replica:
         self.mirror = mirror = tier.mirror
         self.config = config
         self.engine = engine
-        self.incarnation = incarnation
+        self.incarnation = incarnation = mirror.peers.own
         self._row_bytes = region.row_bytes
         self._cache_rows = cache_rows
         self.fingerprint_fields = fingerprint_fields or {}
@@ -203,7 +202,6 @@ class Replica:
             pool, mirror, disk, process, self.namespace, publisher, 2 * config.fetch_timeout
         )
         fetcher = Fetcher(
-            incarnation=incarnation,
             pool=pool,
             row_bytes=region.row_bytes,
             process=process,
