@@ -7,8 +7,8 @@
 # Needs on both machines: the same versions of xinference, vLLM and xinference-xavier in one Python
 # environment, with its programs in PATH; the address of the other; and, if there is a firewall:
 #   into the first:   9997 (REST), 9998 (supervisor, trackers) and 9999 (worker) from the second
-#   into the second:  9999 (worker) and the ephemeral ports from the first
-#   both ways:        the ports of xavier_port_range, 33000-33099 below
+#   into the second:  9999 (worker) from the first
+#   both ways:        the ephemeral ports (net.ipv4.ip_local_port_range)
 #
 # xinference 4.1 requires an account: create the first one on its web page, with the setup token that
 # the first machine shows, and log in. If nobody else can reach it, you can export
@@ -21,7 +21,7 @@
 #   xinference login --endpoint http://10.0.0.1:9997 --username NAME --password PASSWORD
 #   xinference launch --endpoint http://10.0.0.1:9997 --model-name qwen2.5-instruct \
 #       --model-engine vLLM --size-in-billions 7 --model-format pytorch \
-#       --replica 2 --enable_xavier true --xavier_port_range 33000-33099
+#       --replica 2 --enable_xavier true
 #   xinference-xavier doctor --endpoint http://10.0.0.1:9997
 #   python -m examples.long_document_questions --endpoint http://10.0.0.1:9997 --model qwen2.5-instruct
 set -euo pipefail

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.long
 
 UID = "hosts"
 FIRST, SECOND = WORKERS = ("first", "second")
-PORTS = range(33000, 33012)
+PORTS = range(23000, 23012)
 TIMEOUT = 5.0  # xavier_fetch_timeout's default
 LEASE = 10.0
 MEGABITS = 160
@@ -115,7 +115,7 @@ def test_replicas_tell_their_peers_their_hosts_own_addresses(
 def test_what_one_host_computed_the_other_fetches_through_both_firewalls(
     cluster: HostCluster, hosts: Hosts, donor: str, consumer: str
 ) -> None:
-    """Between the two, only the ports of `xavier_port_range` are open."""
+    """Between the two, only `xavier_port_range` and the ephemeral ports are open."""
     seed = 400 + WORKERS.index(donor)
     before = replica_at(cluster, hosts, consumer)
     left = hosts.sent(donor)

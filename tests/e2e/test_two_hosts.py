@@ -22,7 +22,6 @@ UID = "two-hosts"
 SCRIPT = ROOT / "examples" / "two_hosts.sh"
 FIRST, SECOND = SUPERVISOR, "second"
 PROGRAMS = Path(sys.executable).parent
-PORTS = (33000, 33099)
 EPHEMERAL = (32768, 60999)
 
 
@@ -51,9 +50,9 @@ def hosts() -> Iterator[Hosts]:
     with Hosts(FIRST, SECOND) as hosts:
         first, second = hosts.address(FIRST), hosts.address(SECOND)
         people = [Admitted(hosts.our_address, REST_PORT, REST_PORT)]
-        into_first = [Admitted(second, REST_PORT, WORKER_PORT), Admitted(second, *PORTS)]
+        into_first = [Admitted(second, REST_PORT, WORKER_PORT), Admitted(second, *EPHEMERAL)]
         hosts.admit_only(FIRST, people + into_first)
-        into_second = [(WORKER_PORT, WORKER_PORT), EPHEMERAL, PORTS]
+        into_second = [(WORKER_PORT, WORKER_PORT), EPHEMERAL]
         hosts.admit_only(SECOND, [Admitted(first, *ports) for ports in into_second])
         yield hosts
 
@@ -66,10 +65,7 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
     workers = (FIRST, SECOND)
     with ScriptCluster(log, hosts, workers=workers, environment=environment) as cluster:
         cluster.register(model_folder, "small")
-        options = {
-            "xavier_port_range": f"{PORTS[0]}-{PORTS[1]}",
-            "xavier_host": f"{hosts.address(FIRST)}/24",  # the network of both
-        }
+        options = {"xavier_host": f"{hosts.address(FIRST)}/24"}  # the network of both
         cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
         yield cluster
 

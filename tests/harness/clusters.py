@@ -131,12 +131,12 @@ def allow_only_what_is_needed(hosts: Hosts, workers: tuple[str, ...], replicas: 
     """Give every host a firewall that admits `replicas`, the ports of `xavier_port_range`, and
     xinference's ports.
 
-    Workers reach each other only on `xavier_port_range`. In addition, xinference 4.1 needs:
+    Workers reach each other only on `xavier_port_range` and, for Gloo, the ephemeral ports. In
+    addition, xinference 4.1 needs:
     - from workers to the supervisor's host: its REST port (at start, and after the supervisor was
       lost) and its actor port, which the trackers share;
-    - from the supervisor to a worker's host: the worker's port, and each model process's, which is
-      any ephemeral port. These include `xavier_port_range`, on which the tracker asks replicas for
-      figures.
+    - from the supervisor to a worker's host: the worker's port, `xavier_port_range`, on which the
+      tracker asks replicas for figures, and each model process's, which is any ephemeral port.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     outside = [hosts.our_address, *(hosts.address(worker) for worker in workers)]
@@ -150,9 +150,9 @@ def allow_only_what_is_needed(hosts: Hosts, workers: tuple[str, ...], replicas: 
         hosts.admit_only(
             worker,
             [
-                *(Admitted(peer, replicas[0], replicas[-1]) for peer in peers),
                 *(Admitted(asker, WORKER_PORT, WORKER_PORT) for asker in askers),
-                *(Admitted(asker, low, high) for asker in askers),
+                *(Admitted(each, low, high) for each in peers + askers),
+                *(Admitted(each, replicas[0], replicas[-1]) for each in peers + askers),
             ],
         )
 

@@ -57,8 +57,8 @@ def process_findings(cluster: Info) -> Iterator[Finding]:
 _FEW_ROWS = 64
 _FIELDS = 8  # that are named, if replicas differ in more
 _OPEN_PORTS = (
-    "let the hosts reach each other's ports: launch with --xavier_port_range LOW-HIGH, "
-    "and open that range in the firewall, such as iptables -I INPUT -p tcp --dport "
+    "let the hosts reach each other's ports: open those of --xavier_port_range and of "
+    "net.ipv4.ip_local_port_range in the firewall, such as iptables -I INPUT -p tcp --dport "
     "LOW:HIGH -s <peer> -j ACCEPT"
 )
 

@@ -52,7 +52,7 @@ from xinference_xavier.replica.tracker_client import TrackerClient, TrackerLocat
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import LoopThread, Rollback, finishing
-from xinference_xavier.runtime.net import check_range, listen, own_host
+from xinference_xavier.runtime.net import listen, own_host
 from xinference_xavier.stats import schema
 
 logger = logging.getLogger(__name__)
@@ -165,9 +165,7 @@ class Replica:
     ) -> None:
         """`cache_rows` would hold the engine's KV cache. `fingerprint_fields` are for people;
         `not_sharing` is why the engine takes no part. Raises TransportError if the configured host
-        or ports cannot be used here."""
-        if config.port_range is not None:
-            check_range(*config.port_range)  # fail now, not when the transfer process starts
+        cannot be used here."""
         pool, disk = tier.pool, tier.disk
         self.tier = tier
         self.mirror = mirror = tier.mirror

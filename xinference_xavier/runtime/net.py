@@ -109,22 +109,3 @@ def patch_cancels() -> None:
 
     setattr(cancel, _PATCHED, True)
     handlers[MessageType.cancel] = cancel
-
-
-def check_range(low: int, high: int) -> tuple[int, int]:
-    """The kernel's first and last ephemeral port. Raises TransportError unless they overlap the
-    range."""
-    first, last = _ephemeral_ports()
-    if high < first or last < low:
-        raise TransportError(
-            f"xavier_port_range={low}-{high} lies outside the kernel's ephemeral ports "
-            f"{first}-{last}, from which Gloo's port is taken; choose a range inside them or "
-            "change net.ipv4.ip_local_port_range"
-        )
-    return first, last
-
-
-def _ephemeral_ports() -> tuple[int, int]:
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        low, high = file.read().split()
-    return int(low), int(high)

@@ -89,7 +89,7 @@ class Transport(ABC):
 
     @abstractmethod
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
-        """Listen on `host`, on a port in `port_range` (inclusive) if given.
+        """Listen on `host`, and if the transport can choose, on a port in `port_range` (inclusive).
 
         Raises:
             TransportError: `host` or the range cannot be used on this host.

@@ -12,25 +12,19 @@ Gloo's failures shape this module (probed with torch 2.13):
 The rendezvous needs no port: the keys that Gloo sets in each side's store travel in the link's
 hello and answer. All groups of a device share one listening port.
 
-Gloo cannot be told which port to use: the kernel chooses among the ephemeral ports, the lower half
-first, and in each half odd ports first (`inet_csk_find_open_port`, for sockets with SO_REUSEADDR).
-So for some milliseconds we bind the ports outside the range that the kernel would prefer.
+Gloo cannot be told which port to use: the kernel chooses among its ephemeral ports.
 """
 
-import errno
 import itertools
 import logging
-import resource
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Literal, Protocol, cast
 
-import psutil
 import torch
 from pydantic import ConfigDict, TypeAdapter
 from torch.distributed import ProcessGroupGloo
@@ -39,74 +33,9 @@ from torch.distributed.distributed_c10d import Store, Work
 from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.runtime.aio import remaining
-from xinference_xavier.runtime.net import check_range
 from xinference_xavier.transfer.transports.base import Check, Link, Transport
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def only_free_ports(host: str, low: int, high: int) -> Iterator[None]:
-    """Within this context, the kernel chooses a port between `low` and `high` on `host`.
-
-    Another process may free a port outside at that moment, so check the port and try again.
-    Raises TransportError if the kernel would choose none of them.
-    """
-    first, last = check_range(low, high)
-    with _raised_file_limit(), ExitStack() as bound:
-        try:
-            found = any(
-                _bind_all_except(host, ports, range(low, high + 1), bound)
-                for ports in _in_kernel_order(first, last)
-            )
-        except OSError as error:
-            raise TransportError(
-                f"xavier_port_range={low}-{high} cannot be used for Gloo on host {host!r} "
-                f"({error}); raise the limit of open files, or choose a range close to {first}"
-            ) from None
-        if not found:
-            raise TransportError(
-                f"xavier_port_range={low}-{high} has no free port for Gloo; choose another one"
-            )
-        yield
-
-
-@contextmanager
-def _raised_file_limit() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def _in_kernel_order(first: int, last: int) -> list[range]:
-    half = first + (last + 1 - first) // 4 * 2
-    return [
-        range(start + parity, stop, 2)
-        for start, stop in ((first, half), (half, last + 1))
-        for parity in (1, 0)
-    ]
-
-
-def _bind_all_except(host: str, ports: range, wanted: range, bound: ExitStack) -> bool:
-    """Bind those of `ports` that are not wanted. Returns whether a wanted one is free."""
-    found = False
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in ports:
-        with ExitStack() as brief:
-            holder = bound if port not in wanted else brief
-            blocker = holder.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            try:
-                blocker.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                blocker.close()
-            else:
-                found = found or port in wanted
-    return found
 
 
 MAX_WITHDRAWN = 8
@@ -116,7 +45,6 @@ _CONSUMER, _DONOR = 0, 1
 _MEETING_TAG, _CLOSE_TAG = 0, 1
 _IN_FLIGHT_BYTES = 64 << 20  # above the bandwidth-delay product of any LAN
 _MIN_IN_FLIGHT = 4
-_PORT_ATTEMPTS = 10
 _Operation = Literal["recv", "send"]
 _PART = TypeAdapter(dict[str, bytes], config=ConfigDict(ser_json_bytes="hex", val_json_bytes="hex"))
 """The JSON form of the keys that Gloo sets in one side's store."""
@@ -254,9 +182,10 @@ class GlooTransport(Transport):
     name = "gloo"
 
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
+        """Ignores `port_range`."""
         self.region = region
-        self._where = host, port_range
-        self._device = _listen(host, port_range)
+        self._host = host
+        self._device = _listen(host)
         self._withdrawn = 0
         self._replacing = threading.Lock()
 
@@ -281,35 +210,17 @@ class GlooTransport(Transport):
             if self._withdrawn >= MAX_WITHDRAWN:
                 self._withdrawn = 0
                 try:
-                    self._device = _listen(*self._where)
+                    self._device = _listen(self._host)
                 except TransportError as error:  # no free port; a few sockets may leak
                     logger.warning("keeping the old Gloo device: error=%s", error)
             return self._device
 
 
-def _listen(host: str, port_range: tuple[int, int] | None) -> ProcessGroupGloo.Device:
+def _listen(host: str) -> ProcessGroupGloo.Device:
     try:
-        if port_range is None:
-            return ProcessGroupGloo.create_device(hostname=host)
-        low, high = port_range
-        misfits = []  # kept until the end, so that the kernel does not give their ports again
-        with only_free_ports(host, low, high):
-            for _ in range(_PORT_ATTEMPTS):
-                before = _listening_ports()
-                device = ProcessGroupGloo.create_device(hostname=host)
-                if any(low <= port <= high for port in _listening_ports() - before):
-                    return device
-                misfits.append(device)
+        return ProcessGroupGloo.create_device(hostname=host)
     except RuntimeError as error:
         raise TransportError(f"Gloo cannot listen on host {host!r}: {error}") from None
-    raise TransportError(
-        f"xavier_port_range={low}-{high}: the kernel gives Gloo other ports; choose another range"
-    )
-
-
-def _listening_ports() -> set[int]:
-    sockets = psutil.Process().net_connections("tcp")
-    return {int(s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
 class GlooLink(Link):
