@@ -97,16 +97,6 @@ class OutOfReachError(ReasonError):
     """Our transports stay within this host and cannot reach the donor, for one of
     `OUT_OF_REACH`."""
 
-    def __init__(self, transport: str, reason: str) -> None:
-        super().__init__(reason)
-        self.transport = transport
-
-    def __str__(self) -> str:
-        return f"no link by {self.transport}: {self.reason}"
-
-    def __reduce__(self) -> tuple[type[OutOfReachError], tuple[str, str]]:
-        return type(self), (self.transport, self.reason)
-
 
 class LinkTimeoutError(LinkError, TimeoutError):
     """A link did not make progress before its deadline."""

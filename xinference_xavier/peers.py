@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xinference_xavier.protocol.tracker import Member, Verdict
-from xinference_xavier.protocol.transfer import Endpoint
 from xinference_xavier.runtime.backoff import Outage
 from xinference_xavier.runtime.linear_fit import LinearFit
 
@@ -127,8 +126,6 @@ class Peer(Source):
     published: int = 0
     stale: dict[bytes, int] = field(default_factory=dict)
     actor: Any = None  # its xoscar reference; kept, because finding it costs a round trip
-    endpoint: Endpoint | None = None  # of its transfer process, as of the latest grant
-    broken: dict[str, Outage] = field(default_factory=dict)  # transports that failed with it
     linked_by: str = ""  # the transport of the latest fetch
     received: int = 0  # rows from it
 

@@ -26,7 +26,6 @@ from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, P
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.reach import fell_back
 from xinference_xavier.replica.reports import Publisher
 
 ROWS = 8
@@ -215,14 +214,13 @@ class Fetching:
         self.pool = Pool(ROWS)
         self.may_end, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
         self.rolled_back: list[str] = []
-        self.failed: tuple[tuple[str, str], ...] = ()
         self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
         self.mirror = compared_mirror("own")
         self.namespace = SharedNamespace("namespace", self.mirror, NoDisk())
         events: Any = SimpleNamespace(
             rolled_back=lambda donor, reason, *_: self.rolled_back.append(reason)
         )
-        process: Any = SimpleNamespace(pull=self._pull, transports_to=lambda *_: ("gloo",))
+        process: Any = SimpleNamespace(pull=self._pull)
         self.fetcher = Fetcher(
             pool=self.pool,
             row_bytes=1,
@@ -267,7 +265,7 @@ class Fetching:
     async def _pull(self, order: PullOrder) -> PullResult:
         self.pulling.set()
         await self.arrive.wait()
-        return PullResult(len(order.slots), None, "gloo", self.failed)
+        return PullResult(len(order.slots), None, "gloo")
 
 
 @pytest.fixture
@@ -299,25 +297,6 @@ async def test_a_donor_that_was_not_compared_is_asked_for_nothing(fetching: Fetc
     await fetching.fetch()
     assert fetching.rolled_back == ["not compared"]
     assert not fetching.pulling.is_set()
-
-
-async def test_a_transport_that_failed_is_left_alone_for_a_while(fetching: Fetching) -> None:
-    fetching.meet_donor()
-    fetching.failed = (("nixl", "no such device"),)
-    fetching.arrive.set()
-    await fetching.fetch()
-    assert fetching.rolled_back == []
-    assert fetching.mirror.peers["donor"].broken["nixl"].is_on
-
-
-async def test_a_transport_that_works_again_starts_anew(fetching: Fetching) -> None:
-    """Its next failure is the first one, and does not count for a double pause."""
-    fetching.meet_donor()
-    donor = fetching.mirror.peers["donor"]
-    fell_back(donor, [("gloo", "no route"), ("nixl", "no such device")])
-    fetching.arrive.set()
-    await fetching.fetch()
-    assert donor.broken.keys() == {"nixl"}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def order(timeout: float = 1.0) -> PullOrder:
     """A fetch from an address at which nothing listens."""
     expires = time.monotonic() + PATIENCE
     nowhere = Endpoint("127.0.0.1:1", None)
-    return PullOrder("nobody", nowhere, ("none",), (0,), expires, (b"key",), (0,), (0,), timeout)
+    return PullOrder("nobody", nowhere, (0,), expires, (b"key",), (0,), (0,), timeout)
 
 
 @pytest.mark.process

@@ -77,7 +77,6 @@ class Side(NamedTuple):
     pool: Any
     region: Region
     actor: Any
-    transports: tuple[str, ...]
     host: str | None
 
     @property
@@ -107,7 +106,6 @@ class Side(NamedTuple):
         order = PullOrder(
             donor=donor.name,
             endpoint=donor.endpoint,
-            transports=self.transports,
             granted=tuple(granted),
             expires=time.monotonic() + lifetime,
             keys=tuple(KEYS[slot] for slot in rows),
@@ -118,9 +116,9 @@ class Side(NamedTuple):
         return order._replace(**changes)
 
     async def fetch(self, order: PullOrder) -> PullResult:
-        """The result without its transports."""
+        """The result without its transport."""
         result: PullResult = await self.actor.pull(order)
-        return result._replace(transport=None, failed=())
+        return result._replace(transport=None)
 
     async def pull(self, donor: Side, slots: Sequence[int], **how: Any) -> PullResult:
         return await self.fetch(self.order(donor, slots, **how))
@@ -167,11 +165,16 @@ class Sides:
         startup = Startup(name, region.fd, ROWS, row_bytes, HOST, None, ())
         made = [new(region, HOST, None) for new in transports or (self.kind.plain,)]
         actor = await xoscar.create_actor(
-            TransferActor, startup, region, made, address=pool.external_address, uid=TRANSFER_UID
+            TransferActor,
+            startup,
+            region,
+            made,
+            {"best": "no such device"},
+            address=pool.external_address,
+            uid=TRANSFER_UID,
         )
         if secret is not None:
             await actor.configure(secret)
         host = next((transport.host for transport in made if transport.host), None)
-        names = tuple(transport.name for transport in made)
-        self.all.append(Side(name, pool, region, actor, names, host))
+        self.all.append(Side(name, pool, region, actor, host))
         return self.all[-1]

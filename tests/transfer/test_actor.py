@@ -14,8 +14,13 @@ from tests.transfer.sides import PATIENCE, Side, Sides
 from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import PullResult, Startup
+from xinference_xavier.transfer import links
 from xinference_xavier.transfer.__main__ import load_transport, usable
-from xinference_xavier.transfer.transports.base import Acceptance, Transport
+from xinference_xavier.transfer.transports.base import (
+    MEMORY_NOT_SHARED,
+    Acceptance,
+    Transport,
+)
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
@@ -68,9 +73,9 @@ class TestSeveralTransports:
         donor = await sides.start("donor", near, GlooTransport)
         result = await consumer.actor.pull(consumer.order(donor, [1], timeout=4.0))
         assert result[:3] == (1, None, "gloo")
-        assert [name for name, _ in result.failed] == ["shared_memory"]
         stats = await consumer.actor.stats()
         assert (stats["linked_to"], stats["transport"]) == ({"donor": "gloo"}, "gloo")
+        assert [*stats["obstacles"]["donor"]] == ["best", "shared_memory"]
         assert np.array_equal(consumer.rows[1], donor.rows[1])
 
     async def test_a_donor_refuses_what_it_does_not_have(self, sides: Sides) -> None:
@@ -82,23 +87,62 @@ class TestSeveralTransports:
         )
         refusal = "the donor offers gloo, not 'nixl'"
         result = await consumer.actor.pull(consumer.order(without, [1]))
-        assert result[:3] == (1, None, "gloo")
-        assert refusal in dict(result.failed)["nixl"]
+        assert result == PullResult(1, None, "gloo")
+        assert refusal in (await consumer.actor.stats())["obstacles"]["without"]["nixl"]
 
-    async def test_a_link_moves_to_a_better_transport_that_is_to_be_tried_again(
-        self, sides: Sides
+    @pytest.mark.parametrize(("retry_after", "then"), [(600.0, "gloo"), (0.0, "shared_memory")])
+    async def test_a_better_transport_that_failed_is_tried_again_after_a_while(
+        self, sides: Sides, monkeypatch: pytest.MonkeyPatch, retry_after: float, then: str
     ) -> None:
-        consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        for transports, used in ((("gloo",), "gloo"), (consumer.transports, "shared_memory")):
-            order = consumer.order(donor, [1], transports=transports)
-            assert (await consumer.actor.pull(order)).transport == used
+        monkeypatch.setattr(links, "RETRY_AFTER", retry_after)
+        consumer = await sides.start("consumer", *AUTO)
+        donor = await sides.start("donor", Elsewhere, GlooTransport)
+        order = consumer.order(donor, [1])
+        assert (await consumer.actor.pull(order)).transport == "gloo"
+        monkeypatch.setattr(Elsewhere, "accept", SharedMemoryTransport.accept)
+        assert (await consumer.actor.pull(order)).transport == then
         assert await consumer.links() == 1
 
     async def test_a_trial_opens_a_link(self, sides: Sides) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
-        there = donor.endpoint, consumer.transports, PATIENCE
-        assert (await consumer.actor.try_link("donor", *there)).reason is None
+        assert await consumer.actor.try_link("donor", donor.endpoint, PATIENCE) is None
         assert (await consumer.actor.stats())["linked_to"] == {"donor": "shared_memory"}
+
+    async def test_a_donor_on_another_host_is_linked_by_what_reaches_it(self, sides: Sides) -> None:
+        donor = await sides.start("donor", *AUTO)
+        there = donor.endpoint._replace(host="another 1 0")
+        consumer = await sides.start("consumer", *AUTO)
+        await consumer.actor.pull(consumer.order(donor, [1], endpoint=there))
+        stats = await consumer.actor.stats()
+        assert stats["linked_to"] == {"donor": "gloo"}
+        assert stats["obstacles"]["donor"]["shared_memory"] == "other machine"
+        near = await sides.start("near", SharedMemoryTransport)
+        refused = await near.actor.pull(near.order(donor, [1], endpoint=there))
+        assert refused.reason == "other machine"
+        assert await near.actor.try_link("donor", there, PATIENCE) == "other machine"
+
+
+HERE = "boot 1 0"
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        (HERE, None),
+        (None, MEMORY_NOT_SHARED),
+        ("another 1 0", "other machine"),
+        ("boot 2 0", "other network namespace"),
+        ("boot 1 1", "other user"),
+        *((malformed, "other machine") for malformed in ("", "x", f"{HERE} ", f" {HERE}")),
+    ],
+)
+def test_processes_on_different_hosts_never_count_as_on_one(
+    region: Region, host: str | None, reason: str | None
+) -> None:
+    near = NoTransport(region, "", None)
+    assert near.obstacle(host) is None, "it reaches any host"
+    near.host = HERE
+    assert near.obstacle(host) == reason
 
 
 def test_a_transport_is_found_by_its_path() -> None:

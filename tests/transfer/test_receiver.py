@@ -31,6 +31,7 @@ async def test_rows_are_pulled_verified_and_counted(
         "bytes_sent": 0,
         "links": 1,
         "linked_to": {"donor": name},
+        "obstacles": {"donor": {"best": "no such device"}},
     }
     assert (await consumer.actor.pull(consumer.order(donor, [4]))).transport == name
     await donor.until("bytes_sent", 4 * ROW_BYTES)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
 from xinference_xavier.protocol.tracker import unpack
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_LINE = 1 << 16  # bytes of a line between an engine and its transfer process, at start
@@ -76,34 +76,24 @@ _STARTUP = TypeAdapter(Startup)
 
 
 class Endpoint(NamedTuple):
-    """A transfer process. `host` is its `host_identity`; None if it shares no memory."""
+    """A transfer process, and its answer to `Startup`. `host` is its `host_identity`; None if it
+    shares no memory."""
 
     address: str
     host: str | None
-
-
-class Started(NamedTuple):
-    """A transfer process's answer to `Startup`: where it is, and which `transports` work, the best
-    one first. Each has the host that it cannot leave, or None. `unusable` says why better ones do
-    not work here."""
-
-    endpoint: Endpoint
-    transports: dict[str, str | None]
-    unusable: dict[str, str]
 
     def to_json(self) -> bytes:
         return json.dumps(self._asdict()).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, line: bytes) -> Started:
+    def from_json(cls, line: bytes) -> Endpoint:
         """Raises TransportError, with the process's own words, if it could not start."""
         if not line:
             raise TransportError("it ended without an answer")
         answer = json.loads(line)
         if "error" in answer:
             raise TransportError(answer["error"])
-        endpoint = Endpoint(*answer["endpoint"])
-        return cls(endpoint, answer["transports"], answer["unusable"])
+        return cls(**answer)
 
 
 class GrantRequest(NamedTuple):
@@ -152,7 +142,6 @@ class PullOrder(NamedTuple):
 
     donor: str  # incarnation
     endpoint: Endpoint  # of the donor's transfer process
-    transports: tuple[str, ...]  # to try, best first
     granted: tuple[int, ...]  # the donor's slots
     expires: float  # the grant; time.monotonic() of the donor's host
     keys: tuple[bytes, ...]
@@ -162,13 +151,11 @@ class PullOrder(NamedTuple):
 
 
 class PullResult(NamedTuple):
-    """The first `verified` rows are complete. Nothing writes to the rows of the order any more.
-    `failed` are the transports that made no link where another one did, and why."""
+    """The first `verified` rows are complete. Nothing writes to the rows of the order any more."""
 
     verified: int
     reason: str | None  # why not all rows are verified
     transport: str | None = None  # None: there was no link
-    failed: tuple[tuple[str, str], ...] = ()
 
 
 MAX_HOT = MAX_ROWS_PER_FETCH

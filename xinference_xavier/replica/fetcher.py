@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 import xoscar
 
-from xinference_xavier.errors import REFUSALS, GrantRefusedError, OutOfReachError, XavierError
+from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.mirror import Mirror
 from xinference_xavier.peers import DISK, Peer
@@ -31,7 +31,6 @@ from xinference_xavier.protocol.transfer import (
     PullResult,
     check_grant,
 )
-from xinference_xavier.replica import reach
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import EventReporter, Publisher
@@ -190,16 +189,11 @@ class Fetcher:
     async def _pull(self, fetch: Fetch, peer: Peer, grant: Grant) -> str | None:
         """Returns why not all granted rows were committed; None if they were. Raises
         GrantRefusedError as `_receive`."""
-        try:
-            transports = self._process.transports_to(peer, grant.endpoint)
-        except OutOfReachError as error:
-            return error.reason
         rows = fetch.rows[: len(grant.checksums)]
         remaining = fetch.deadline - time.monotonic()
         order = PullOrder(
             peer.name,
             grant.endpoint,
-            transports,
             grant.slots,
             grant.expires,
             tuple(row.key for row in rows),
@@ -236,9 +230,6 @@ class Fetcher:
             fetch.transport = result.transport
             if peer is not None:
                 peer.linked_by = result.transport
-                reach.fell_back(peer, result.failed)
-                if result.reason is None:
-                    peer.broken.pop(result.transport, None)
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
         if self._mirror.differs(fetch.source):

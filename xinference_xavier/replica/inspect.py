@@ -105,8 +105,7 @@ async def self_check(
     transport of each link, `obstacles` why a better one is not used."""
     peers = [mirror.peers[name] for name in sorted(mirror.peers.members)[:MAX_PEERS]]
     tried = await asyncio.gather(*(_try(peer, process) for peer in peers))
-    linked_to = (await process.stats()).get("linked_to", {})
-    linked = [peer for name in linked_to if (peer := mirror.peers.get(name)) is not None]
+    stats = await process.stats()
     return {
         **process_info(),
         "config": config.to_dict(),
@@ -115,8 +114,8 @@ async def self_check(
         "transfer_starts": process.starts,
         "transfer_error": process.error,
         "peers": {peer.name: reason for peer, reason in zip(peers, tried, strict=True)},
-        "linked_to": linked_to,
-        "obstacles": {peer.name: process.obstacles(peer) for peer in linked},
+        "linked_to": stats.get("linked_to", {}),
+        "obstacles": stats.get("obstacles", {}),
     }
 
 
@@ -131,4 +130,4 @@ async def _try(peer: Peer, process: TransferProcess) -> str | None:
         return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
     if endpoint is None:
         return "it has no transfer process"
-    return await process.try_link(peer, endpoint, CALL_DEADLINE)
+    return await process.try_link(peer.name, endpoint, CALL_DEADLINE)

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import xoscar
 
-from xinference_xavier.errors import OutOfReachError, XavierError
+from xinference_xavier.errors import XavierError
 from xinference_xavier.limits import CALL_DEADLINE, MOST_PAUSE, START_DEADLINE
-from xinference_xavier.peers import Peer
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     MAX_LINE,
@@ -25,10 +24,8 @@ from xinference_xavier.protocol.transfer import (
     Endpoint,
     PullOrder,
     PullResult,
-    Started,
     Startup,
 )
-from xinference_xavier.replica import reach
 from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, within
 from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.host import parent_pid
@@ -44,7 +41,7 @@ _GRACE = 2.0  # after its deadline, before a call counts as stuck
 class _Child(NamedTuple):
     process: asyncio.subprocess.Process
     control: asyncio.StreamWriter
-    started: Started
+    endpoint: Endpoint
     actor: xoscar.ActorRefType
     exited: asyncio.Future[int]
 
@@ -87,7 +84,7 @@ class TransferProcess:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        return self._child.started.endpoint if self._child is not None else None
+        return self._child.endpoint if self._child is not None else None
 
     @property
     def pid(self) -> int | None:
@@ -139,12 +136,12 @@ class TransferProcess:
             scope.undo(control.close)
             control.write(self._startup.to_json())
             async with asyncio.timeout(START_DEADLINE + self._region.size / _REGISTERED_PER_SECOND):
-                started = Started.from_json(await answer.readline())
-            finding = xoscar.actor_ref(started.endpoint.address, TRANSFER_UID)
+                endpoint = Endpoint.from_json(await answer.readline())
+            finding = xoscar.actor_ref(endpoint.address, TRANSFER_UID)
             actor = await within(START_DEADLINE, finding)
             scope.commit()
         exited = asyncio.ensure_future(process.wait())
-        return _Child(process, control, started, actor, exited)
+        return _Child(process, control, endpoint, actor, exited)
 
     async def _supervise(self, child: _Child) -> None:
         while self._configured != self._secret:  # which may change meanwhile
@@ -185,30 +182,16 @@ class TransferProcess:
             with suppress(*UNREACHABLE):
                 await self._call(self._child, CALL_DEADLINE, "close_links_except", members)
 
-    def transports_to(self, peer: Peer, endpoint: Endpoint) -> tuple[str, ...]:
-        """The transports to try with the peer, whose transfer process is at `endpoint`, best first;
-        none without a process of our own. Raises OutOfReachError."""
-        reach.meet(peer, endpoint)
-        return () if self._child is None else reach.transports(self._child.started, peer)
-
-    def obstacles(self, peer: Peer) -> dict[str, str]:
-        """The reasons against transports that are not tried with the peer."""
-        return {} if self._child is None else reach.obstacles(self._child.started, peer)
-
-    async def try_link(self, peer: Peer, endpoint: Endpoint, timeout: float) -> str | None:
+    async def try_link(self, peer: str, endpoint: Endpoint, timeout: float) -> str | None:
         """Why no link to the peer's transfer process can be opened, or None."""
         if self._child is None:
             return "this replica has no transfer process"
+        call = peer, endpoint, timeout
         try:
-            transports = self.transports_to(peer, endpoint)
-            call = peer.name, endpoint, transports, timeout
-            result: PullResult = await self._call(self._child, timeout + _GRACE, "try_link", *call)
-        except OutOfReachError as error:
-            return str(error)
+            reason = await self._call(self._child, timeout + _GRACE, "try_link", *call)
         except UNREACHABLE as error:
             return f"this replica's transfer process does not answer: {error!r}"
-        reach.fell_back(peer, result.failed)
-        return result.reason and f"no link to {endpoint.address}: {result.reason}"
+        return reason and f"no link to {endpoint.address}: {reason}"
 
     async def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = {}

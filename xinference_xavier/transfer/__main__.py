@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xoscar
@@ -30,7 +30,6 @@ from xinference_xavier.protocol.transfer import (
     MAX_LINE,
     TRANSFER_UID,
     Endpoint,
-    Started,
     Startup,
 )
 from xinference_xavier.runtime.host import GRACE, await_end
@@ -45,10 +44,17 @@ logger = logging.getLogger(__name__)
 class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """Pulls rows for its own engine, and sends rows that the engine granted to peers."""
 
-    def __init__(self, startup: Startup, region: Region, transports: Sequence[Transport]) -> None:
+    def __init__(
+        self,
+        startup: Startup,
+        region: Region,
+        transports: Sequence[Transport],
+        unusable: Mapping[str, str],
+    ) -> None:
         super().__init__()
         by_name = {transport.name: transport for transport in transports}
-        self._context = LinkContext(startup.incarnation, region, by_name, RateLimitedLog(logger))
+        log = RateLimitedLog(logger)
+        self._context = LinkContext(startup.incarnation, region, by_name, unusable, log)
         self._receiver = Receiver(self._context)
         self._sender = Sender(self._context)
         # Called by our engine:
@@ -72,6 +78,7 @@ class TransferActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has 
             "bytes_sent": self._context.bytes_sent,
             "links": len(links),
             "linked_to": linked_to,
+            "obstacles": self._receiver.obstacles(),
         }
 
     async def close_links_except(self, members: frozenset[str]) -> None:
@@ -120,11 +127,16 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
     gc.freeze()
     address = pool.external_address
     await xoscar.create_actor(
-        TransferActor, startup, region, transports, address=address, uid=TRANSFER_UID
+        TransferActor,
+        startup,
+        region,
+        transports,
+        unusable,
+        address=address,
+        uid=TRANSFER_UID,
     )
-    hosts = {transport.name: transport.host for transport in transports}
-    endpoint = Endpoint(address, next(filter(None, hosts.values()), None))
-    engine.sendall(Started(endpoint, hosts, unusable).to_json())
+    host = next((transport.host for transport in transports if transport.host), None)
+    engine.sendall(Endpoint(address, host).to_json())
     threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
     await asyncio.Event().wait()
 

@@ -7,6 +7,7 @@ A `Receiver` owns those on which it is the consumer: it receives and verifies ro
 import asyncio
 import hmac
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import xoscar
 
-from xinference_xavier.errors import LinkError, XavierError
+from xinference_xavier.errors import LinkError, OutOfReachError, XavierError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
@@ -36,6 +37,8 @@ from xinference_xavier.transfer.transports.base import Acceptance, Link, Transpo
 logger = logging.getLogger(__name__)
 
 MAX_LINKS = 256  # per direction
+RETRY_AFTER = 600.0
+"""Seconds for which a link is used where a better transport failed."""
 
 
 @dataclass
@@ -44,7 +47,8 @@ class LinkContext:
 
     incarnation: str
     region: Region
-    transports: Mapping[str, Transport]
+    transports: Mapping[str, Transport]  # best first
+    unusable: Mapping[str, str]  # why this host cannot use better ones
     log: RateLimitedLog
     secret: bytes | None = None
     bytes_sent: int = 0
@@ -207,6 +211,8 @@ class _OpenLink(NamedTuple):
     peer: xoscar.ActorRefType  # its actor; kept, because finding it costs a round trip
     transport: str
     link: Link
+    obstacles: dict[str, str]  # why not a better transport
+    retry_at: float  # when a better one that failed is tried again
 
 
 @dataclass
@@ -215,7 +221,6 @@ class _Progress:
 
     verified: int = 0  # rows
     transport: str | None = None
-    failed: tuple[tuple[str, str], ...] = ()  # transports, where another one worked
 
 
 class Receiver:
@@ -230,6 +235,10 @@ class Receiver:
     def linked_to(self) -> dict[str, str]:
         """The transport of each donor's link."""
         return {donor: opened.transport for donor, opened in self._links.items()}
+
+    def obstacles(self) -> dict[str, dict[str, str]]:
+        """The reasons against better transports, for each donor's link."""
+        return {donor: opened.obstacles for donor, opened in self._links.items()}
 
     async def close_links_except(self, members: frozenset[str]) -> None:
         for donor in self._links.keys() - members:
@@ -265,27 +274,19 @@ class Receiver:
                 lock.release()
             else:
                 spawn(self._end_batch(order.donor, lock, serving))
-        return PullResult(progress.verified, reason, progress.transport, progress.failed)
+        return PullResult(progress.verified, reason, progress.transport)
 
-    async def try_link(
-        self, donor: str, endpoint: Endpoint, transports: Sequence[str], timeout: float
-    ) -> PullResult:
-        """Open a link to `donor` unless there is one. The result's reason says why it failed."""
-        deadline = time.monotonic() + timeout
-        progress = _Progress()
+    async def try_link(self, donor: str, endpoint: Endpoint, timeout: float) -> str | None:
+        """Open a link to `donor` unless there is one. Returns why it failed, or None."""
         lock = self._locks.setdefault(donor, asyncio.Lock())
         if lock.locked():
-            return PullResult(0, None)  # the link is in use
+            return None  # the link is in use
         async with lock:
-            opened = self._links.get(donor)
-            if opened is not None and opened.endpoint.address == endpoint.address:
-                return PullResult(0, None)
             try:
-                await self._close(donor)
-                await self._connect(donor, endpoint, transports, deadline, progress)
+                await self._linked(donor, endpoint, time.monotonic() + timeout, _Progress())
             except Exception as error:  # a peer's exception can have any type
-                return PullResult(0, str(error) or type(error).__name__)
-        return PullResult(0, None, progress.transport, progress.failed)
+                return str(error) or type(error).__name__
+        return None
 
     async def _end_batch(
         self, donor: str, lock: asyncio.Lock, serving: asyncio.Future[None]
@@ -306,19 +307,7 @@ class Receiver:
         self, order: PullOrder, deadline: float, progress: _Progress
     ) -> asyncio.Future[None]:
         """Receive all rows. The future is done when the donor has finished the batch too."""
-        opened = self._links.get(order.donor)
-        endpoint, transports = order.endpoint, order.transports
-        if (
-            opened is None
-            or opened.endpoint.address != endpoint.address
-            or opened.transport != transports[0]  # which had failed, and is tried again
-        ):
-            await self._close(order.donor)
-            opened = await self._connect(order.donor, endpoint, transports, deadline, progress)
-        else:
-            self._links[order.donor] = self._links.pop(order.donor)
-            progress.transport = opened.transport
-
+        opened = await self._linked(order.donor, order.endpoint, deadline, progress)
         wanted = dict(zip(order.slots, zip(order.keys, order.checksums, strict=True), strict=True))
 
         def check(slot: int) -> None:
@@ -350,39 +339,58 @@ class Receiver:
             raise
         return serving
 
-    async def _connect(
-        self,
-        donor: str,
-        endpoint: Endpoint,
-        transports: Sequence[str],
-        deadline: float,
-        progress: _Progress,
+    async def _linked(
+        self, donor: str, endpoint: Endpoint, deadline: float, progress: _Progress
     ) -> _OpenLink:
-        """Try each transport with half of the time left, the last one with all of it."""
-        *better, progress.transport = transports
-        await self._make_room()
-        peer = await within(remaining(deadline), xoscar.actor_ref(endpoint.address, TRANSFER_UID))
-        failed: list[tuple[str, str]] = []
-        for name in better:
-            half = (time.monotonic() + deadline) / 2
-            try:
-                opened = await self._open(name, donor, endpoint, peer, half)
-                break
-            except Exception as error:  # a peer's exception can have any type
-                failed.append((name, str(error) or type(error).__name__))
-        else:
-            opened = await self._open(transports[-1], donor, endpoint, peer, deadline)
-        progress.transport, progress.failed = opened.transport, tuple(failed)
+        """The link from `donor`; a new one, if there is none to this process of it."""
+        opened = self._links.pop(donor, None)
+        if opened is not None:
+            if opened.endpoint == endpoint and time.monotonic() < opened.retry_at:
+                progress.transport = opened.transport
+            else:
+                await close_link(opened.link)
+                opened = None
+        if opened is None:
+            opened = await self._connect(donor, endpoint, deadline, progress)
+        self._links[donor] = opened
         return opened
 
-    async def _open(
-        self,
-        name: str,
-        donor: str,
-        endpoint: Endpoint,
-        peer: xoscar.ActorRefType,
-        deadline: float,
+    async def _connect(
+        self, donor: str, endpoint: Endpoint, deadline: float, progress: _Progress
     ) -> _OpenLink:
+        """Try what reaches the donor's host, best first: each with half of the time left, the last
+        one with all of it. Raises OutOfReachError."""
+        obstacles, near = dict(self._context.unusable), list[str]()
+        for name, transport in self._context.transports.items():
+            if reason := transport.obstacle(endpoint.host):
+                obstacles[name] = reason
+            else:
+                near.append(name)
+        if not near:
+            raise OutOfReachError([*obstacles.values()][-1])
+        *better, last = near
+        progress.transport = last
+        await self._make_room()
+        peer = await within(remaining(deadline), xoscar.actor_ref(endpoint.address, TRANSFER_UID))
+        retry_at = math.inf
+        for name in better:
+            try:
+                half = (time.monotonic() + deadline) / 2
+                link_id, link = await self._open(name, peer, half)
+                progress.transport = name
+                break
+            except Exception as error:  # a peer's exception can have any type
+                obstacles[name] = str(error) or type(error).__name__
+                retry_at = time.monotonic() + RETRY_AFTER
+                text = "%s failed with donor %s, using another transport: error=%s"
+                self._context.log.warn(f"{name} {donor}", text, name, donor, obstacles[name])
+        else:
+            link_id, link = await self._open(last, peer, deadline)
+        return _OpenLink(link_id, endpoint, peer, progress.transport, link, obstacles, retry_at)
+
+    async def _open(
+        self, name: str, peer: xoscar.ActorRefType, deadline: float
+    ) -> tuple[str, Link]:
         if self._context.secret is None:
             raise LinkError("this replica has not joined a tracker yet")
         loop = asyncio.get_running_loop()
@@ -405,8 +413,7 @@ class Receiver:
             answer = await within(remaining(deadline), opening)
             link = await loop.run_in_executor(threads, offer.complete, answer, deadline)
             scope.commit()
-        self._links[donor] = _OpenLink(link_id, endpoint, peer, name, link)
-        return self._links[donor]
+        return link_id, link
 
     async def _make_room(self) -> None:
         """Close idle links, those not used for longest first, until there may be one more for each
@@ -431,5 +438,7 @@ def _reason(error: Exception) -> str:
     """The reason that a failed pull is counted under."""
     if isinstance(error, ChecksumError):
         return "checksum"
+    if isinstance(error, OutOfReachError):
+        return error.reason
     # A peer's own words must not become labels of our metrics.
     return "timeout" if isinstance(error, TimeoutError) else "link"
