@@ -334,8 +334,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/hot_chunks.py",
-        "rows = pool.reserve(keys[:BATCH], redundant=None).rows",
-        "rows = pool.reserve(keys[:BATCH]).rows",
+        "rows = pool.reserve(batch, redundant=None).rows",
+        "rows = pool.reserve(batch).rows",
         "what the scheduler has just found is evicted for a warm join, and the engine ends",
         ("tests/replica/test_hot_chunks.py",),
     ),

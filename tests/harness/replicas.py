@@ -283,7 +283,7 @@ class _Inside:
 
     def is_warm(self) -> bool:
         """Whether it takes requests."""
-        return self.replica.warm_join.ended.is_set()
+        return self.replica.hot_chunks.joined.is_set()
 
     def reset(self) -> None:
         self.replica.tier.reset()

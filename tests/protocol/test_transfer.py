@@ -12,13 +12,11 @@ from xinference_xavier.protocol.transfer import (
     Endpoint,
     Grant,
     GrantRequest,
-    HotChunks,
     Startup,
     check_grant,
     check_request,
     check_slots,
     prove,
-    unpack_hot,
 )
 
 OTHER_VERSION = "run the same version of xinference-xavier everywhere"
@@ -92,11 +90,3 @@ def test_slots_are_those_of_the_pool() -> None:
 def test_a_proof_is_valid_only_for_its_secret_and_link() -> None:
     proofs = {prove(secret, link) for secret in (b"one", b"other") for link in ("1", "2")}
     assert len(proofs) == 4
-
-
-def test_the_hot_chunks_of_a_peer_arrive_one_by_one() -> None:
-    hot = HotChunks(b"aaaabbbb", (3, 2), 1)
-    assert unpack_hot(hot, 4) == [b"aaaa", b"bbbb"]
-    for wrong in (hot._replace(uses=(3,)), hot._replace(keys=b"aaaabbb")):
-        with pytest.raises(ValueError, match=r"have 1 uses|not a multiple"):
-            unpack_hot(wrong, 4)

@@ -2,6 +2,7 @@
 whatever its peers do. They offer whole prefixes, the most important ones first. Before a replica is
 removed, its peers have what only it held and others used lately."""
 
+import asyncio
 import signal
 import time
 from collections import deque
@@ -26,25 +27,15 @@ from tests.harness.replicas import (
 )
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.load import Load, Serving
-from xinference_xavier.protocol.transfer import HotChunks
 from xinference_xavier.replica import hot_chunks as module
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
-from xinference_xavier.replica.hot_chunks import BATCH, Answer, RecentPrompts, chosen, copy_rows
+from xinference_xavier.replica.hot_chunks import BATCH, RecentPrompts, copy_rows
 
 ROWS = 64
 SHORT = 1.0
 DRAIN = 60.0
 LOAD = Load(Serving(128, 1 << 20), prefill_tokens=0, prefill_s=None, requests=0)
-
-
-def answer(letters: str, uses: tuple[int, ...], named: int = 0) -> Answer:
-    keys = [letter.encode() for letter in letters]
-    return Answer(HotChunks(b"".join(keys), uses, named), keys)
-
-
-def letters(found: dict[str, list[bytes]]) -> dict[str, str]:
-    return {donor: b"".join(keys).decode() for donor, keys in found.items()}
 
 
 class Granting:
@@ -54,6 +45,7 @@ class Granting:
         self.pool = pool
 
     async def start(self, fetch: Fetch) -> None:
+        await asyncio.sleep(0)
         fetch.committed = [row for row in fetch.rows if self.pool.commit(row, pins=1)]
         fetch.state = FetchState.COMMITTED
 
@@ -67,19 +59,18 @@ async def test_a_copy_goes_on_behind_what_the_pool_has_and_fills_free_rows_only(
     assert await copy_rows(fetcher, "donor", keys, deadline) == BATCH + 10
     origins = [row.origin for row in map(pool.lookup, keys) if row is not None]
     assert origins == [None] * BATCH + ["donor"] * (BATCH + 10)
-    assert await copy_rows(fetcher, "donor", fresh_keys(1000), deadline) == 1000 - len(keys)
+    others = fresh_keys(1000)
+    assert await copy_rows(fetcher, "donor", others, deadline, spare=10) == 990 - len(keys)
+    assert await copy_rows(fetcher, "donor", others, deadline) == 10
     assert pool.counts() == (1000, 1000, 0, 0, 0)
 
 
-def test_uses_at_all_peers_count_together() -> None:
-    answers = {"one": answer("abxy", (3, 3, 2, 2)), "two": answer("xy", (2, 2))}
-    assert letters(chosen(answers, 2)) == {"one": "xy"}
-    assert letters(chosen(answers, 4)) == {"one": "xyab"}
-
-
-def test_named_prefixes_come_first() -> None:
-    answers = {"one": answer("ab", (9, 9)), "two": answer("xy", (0, 0), named=2)}
-    assert letters(chosen(answers, 3)) == {"two": "xy", "one": "a"}
+async def test_copies_from_several_donors_share_the_work() -> None:
+    """What one is bringing, the others leave to it."""
+    fetcher, keys = Granting(Pool(4 * BATCH)), fresh_keys(2 * BATCH)
+    deadline = time.monotonic() + 60
+    copies = (copy_rows(cast(Fetcher, fetcher), each, keys, deadline) for each in ("one", "two"))
+    assert await asyncio.gather(*copies) == [BATCH, BATCH]
 
 
 OTHER_GROUP = 1
@@ -110,9 +101,8 @@ class Scene:
             self.hold(prompt(letters))
             self.finished.append(prompt(letters))
 
-    def hottest(self, most: int = ROWS) -> str:
-        keys = self.recent.hottest(most).keys
-        return "".join(chr(keys[place]) for place in range(0, len(keys), 5))
+    def hottest(self) -> str:
+        return "".join(chr(each[0]) for each in self.recent.hottest())
 
 
 @pytest.fixture
@@ -123,7 +113,6 @@ def scene() -> Scene:
 def test_what_most_requests_began_with_comes_first(scene: Scene) -> None:
     scene.ask("abc", "xy", "abd", "xy", "ae")
     assert scene.hottest() == "axyb", "c, d and e have been used once"
-    assert scene.recent.hottest(ROWS).uses == (3, 2, 2, 2)
 
 
 def test_of_equal_ones_the_latest_comes_first(scene: Scene) -> None:
@@ -132,7 +121,7 @@ def test_of_equal_ones_the_latest_comes_first(scene: Scene) -> None:
     scene.ask("ab", "xyz")
     assert scene.hottest() == "xyab"
     scene.ask("ab", "ab")
-    assert scene.hottest(most=3) == "abx"
+    assert scene.hottest() == "abxy"
 
 
 def test_named_prefixes_come_before_all_others(scene: Scene) -> None:
@@ -140,8 +129,6 @@ def test_named_prefixes_come_before_all_others(scene: Scene) -> None:
     scene.hold(prompt("uv"))
     scene.named = [prompt("uv"), prompt("xy")]
     assert scene.hottest() == "xyuvabc"
-    assert scene.recent.hottest(ROWS).named == 4
-    assert scene.recent.hottest(3).named == 3
 
 
 def test_what_is_not_in_the_pool_is_not_offered_nor_what_follows_it(scene: Scene) -> None:
@@ -188,14 +175,13 @@ def test_however_it_is_cut_each_chunk_is_behind_the_one_before_it(prompts: list[
     found = scene.hottest()
     for place, letter in enumerate(found):
         assert letter in "axq" or before[letter] in found[:place]
-    for most in range(len(found)):
-        assert scene.hottest(most) == found[:most]
 
 
 def prefixes(scene: Scene, elsewhere: str = "") -> list[str]:
-    held = set(prompt(elsewhere))
-    found = scene.recent.prefixes(lambda each: each in held)
-    return ["".join(chr(each[0]) for each in keys) for keys in found]
+    found: dict[bytes, str] = {}
+    for each, first in scene.recent.hottest(set(prompt(elsewhere)).__contains__).items():
+        found[first] = found.get(first, "") + chr(each[0])
+    return [*found.values()]
 
 
 def test_what_prompts_share_stays_with_what_follows_it(scene: Scene) -> None:
@@ -220,8 +206,7 @@ def test_the_chunks_of_all_groups_go_together(scene: Scene) -> None:
     keys = [key("a"), key("b"), key("a", 1), key("b", 1)]
     scene.hold(keys)
     scene.finished += [keys] * 2
-    (found,) = scene.recent.prefixes(lambda each: False)
-    assert found == keys
+    assert scene.recent.hottest() == dict.fromkeys(keys, keys[0])
 
 
 @contextmanager

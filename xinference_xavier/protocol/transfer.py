@@ -1,4 +1,4 @@
-"""The messages between replicas: between engines and transfer processes, and of a warm join.
+"""The messages between replicas: between engines and transfer processes.
 
 Peers run the same version, which a receiver checks first. Beyond that, it checks what reaches into
 memory: numbers of rows, slots and sizes. Every check raises LinkError unless it says otherwise.
@@ -15,7 +15,6 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
-from xinference_xavier.protocol.tracker import unpack
 
 PROTOCOL_VERSION = 7
 TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
@@ -156,29 +155,3 @@ class PullResult(NamedTuple):
     verified: int
     reason: str | None  # why not all rows are verified
     transport: str | None = None  # None: there was no link
-
-
-MAX_HOT = MAX_ROWS_PER_FETCH
-"""Chunks of one answer."""
-
-
-class HotChunks(NamedTuple):
-    """The chunks with which a replica's latest prompts began, the most important ones first, and
-    each behind those before it in its prompt.
-
-    `keys` are packed; `uses` says how many prompts had each. The first `named` of them belong to
-    named prefixes.
-    """
-
-    keys: bytes
-    uses: tuple[int, ...]
-    named: int
-
-
-def unpack_hot(hot: HotChunks, key_bytes: int) -> list[bytes]:
-    """The keys of a peer's answer, of `key_bytes` each. Raises ValueError if their number is not
-    that of the uses."""
-    keys = unpack(hot.keys, key_bytes)
-    if len(keys) != len(hot.uses):
-        raise ValueError(f"malformed hot chunks: {len(keys)} keys have {len(hot.uses)} uses")
-    return keys

@@ -26,17 +26,12 @@ from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
 from xinference_xavier.protocol.prefixes import Kept
-from xinference_xavier.protocol.tracker import replica_name
-from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, HotChunks
+from xinference_xavier.protocol.tracker import pack, replica_name
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, ProbeResult
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
-from xinference_xavier.replica.hot_chunks import (
-    HandOver,
-    Prompt,
-    RecentPrompts,
-    WarmJoin,
-)
+from xinference_xavier.replica.hot_chunks import HotChunks, Prompt, RecentPrompts
 from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -96,11 +91,12 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     def release(self, grant_id: int) -> None:
         self._replica.donor.grants.release(grant_id)
 
-    def hottest(self, most: int) -> HotChunks:
-        return self._replica.recent.hottest(most)
+    def hottest(self) -> bytes:
+        """The packed keys of its hot chunks, the hottest first."""
+        return pack(self._replica.recent.hottest())
 
     async def take_over(self, donor: str, packed: bytes, seconds: float) -> int:
-        return await self._replica.hand_over.take(donor, packed, seconds)
+        return await self._replica.hot_chunks.take_over(donor, packed, seconds)
 
     def transfer_endpoint(self) -> Endpoint | None:
         return self._replica.process.endpoint
@@ -113,10 +109,10 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     def drain(self, stay: tuple[str, ...], seconds: float) -> Drain:
         """Hand over what only this replica holds to the peers that `stay`. Returns how far the
         drain is."""
-        load, hand_over = self._replica.engine.load(), self._replica.hand_over
-        hand_over.begin(stay, seconds)
+        load, hot_chunks = self._replica.engine.load(), self._replica.hot_chunks
+        hot_chunks.leave(stay, seconds)
         requests = 0 if load is None else load.requests
-        return Drain(seconds, requests, hand_over.under_way, hand_over.chunks)
+        return Drain(seconds, requests, hot_chunks.leaving, hot_chunks.handed_over)
 
     async def set_weights_version(self, version: str) -> bool:
         """Share again with replicas of the same version; False if there was no reset."""
@@ -144,7 +140,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 
     async def warm_join(self) -> None:
         """Return when the warm join has ended."""
-        await self._replica.warm_join.ended.wait()
+        await self._replica.hot_chunks.joined.wait()
 
 
 class Replica:
@@ -210,24 +206,14 @@ class Replica:
             events=events,
         )
         self._fetched = fetcher.counts
-        # Without xinference nothing holds requests back meanwhile.
-        waits = config.replica is None and self._never_sharing is None
-        self.warm_join = WarmJoin(
-            config.warm_join if waits else 0.0,
+        self.kept = KeptPrefixes(pool, config.pin_fraction, engine.computed, engine.marked)
+        self.recent = RecentPrompts(pool, engine.finished, self.kept, disk)
+        self.hot_chunks = HotChunks(
             incarnation=incarnation,
             key_bytes=key_bytes,
-            pool=pool,
             mirror=mirror,
             fetcher=fetcher,
             process=process,
-        )
-        self.kept = KeptPrefixes(pool, config.pin_fraction, engine.computed, engine.marked)
-        self.recent = RecentPrompts(pool, engine.finished, self.kept, disk)
-        self.hand_over = HandOver(
-            incarnation=incarnation,
-            key_bytes=key_bytes,
-            mirror=mirror,
-            fetcher=fetcher,
             recent=self.recent,
         )
         self._client = TrackerClient(
@@ -240,7 +226,7 @@ class Replica:
             process=process,
             events=events,
             load_reporter=LoadReporter(
-                engine.load, engine.prompts, engine.answers, self.warm_join.ended
+                engine.load, engine.prompts, engine.answers, self.hot_chunks.joined
             ),
         )
         self._background = Background(
@@ -271,6 +257,8 @@ class Replica:
         scope.undo(server.stop)
         scope.undo(self._client.leave)
         address: str = server.external_address
+        # Without xinference nothing holds requests back meanwhile.
+        waits = self.config.replica is None and self._never_sharing is None
         uid = replica_uid(self.incarnation)
         await xoscar.create_actor(ReplicaActor, self, address=address, uid=uid)
         background = [
@@ -280,7 +268,7 @@ class Replica:
                 self._client.run(address, self.stats),
                 self._background.checksums.run(),
                 self._housekeep(),
-                self.warm_join.run(),
+                self.hot_chunks.join(self.config.warm_join if waits else 0.0),
                 self.donor.run(),
                 self.tier.disk.run(self.publisher),
             )
