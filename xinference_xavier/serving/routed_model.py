@@ -226,9 +226,10 @@ class RoutedModel:
 
     async def _unless_lost(self, call: Awaitable[_T], patience: float = 0.0) -> _T:
         """Raises ReplicaLostError once the tracker has lost the replica, and `patience` is over."""
-        answering, lost = asyncio.ensure_future(call), self._route.lost
+        answering = asyncio.ensure_future(call)
+        either: set[asyncio.Future[Any]] = {answering, self._route.lost}
         try:
-            await asyncio.wait({answering, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and patience:
                 await asyncio.wait({answering}, timeout=patience)
             if not answering.done():
