@@ -93,6 +93,13 @@ MUTATIONS = (
     ),
     Mutation(
         "engine/adapters.py",
+        " and self.after.adapter is self.before.adapter",
+        "",
+        "what an adapter computed is shared as that of the files that have replaced it meanwhile",
+        ("tests/engine/test_adapters.py",),
+    ),
+    Mutation(
+        "engine/adapters.py",
         "self._cached[adapter.name] = None",
         "self._cached[adapter.name] = version",
         "blocks of an adapter that was replaced are stored as those of one that came later",

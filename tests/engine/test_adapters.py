@@ -5,13 +5,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.engine.scheduling import Scheduling, chunks
+from tests.engine.scheduling import Scheduling, assert_nothing_left, chunks
 from tests.harness.remote import PATIENCE
 from xinference_xavier.engine import adapters as adapters_module
 from xinference_xavier.engine.adapters import Adapter, Adapters, Look, salted
@@ -271,6 +272,7 @@ class TestRequests:
             vllm.loaded(request, hits, own_prefix)
         vllm.finish(request)
         vllm.stored(request, vllm.begin_store(request, request.keys))
+        vllm.end_step()
         return hits
 
     def test_each_finds_only_its_own_rows(self, vllm: Scheduling, tmp_path: Path) -> None:
@@ -304,6 +306,42 @@ class TestRequests:
         assert len(vllm.schedule(asking, 4)) == 4
         assert vllm.begin_store(asking, chunks("answer", 1)) == []
 
+    @pytest.mark.parametrize("load_inplace", [True, False])
+    def test_what_was_computed_until_the_files_changed_is_not_shared(
+        self, vllm: Scheduling, tmp_path: Path, load_inplace: bool
+    ) -> None:
+        """vLLM has perhaps loaded the others: it reloads an adapter that was loaded in place before
+        each step."""
+        lora = request(adapter(tmp_path / "a"), load_inplace=load_inplace)
+        asking = vllm.ask(4)
+        vllm.scan(asking, lora_request=lora)
+        stored = vllm.begin_store(asking, asking.keys)
+        assert stored == asking.keys
+        adapter(tmp_path / "a", "other weights")
+        vllm.stored(asking, stored)
+        vllm.finish(asking)
+        vllm.end_step()
+        assert vllm.tier.stored_rows == []
+        assert_nothing_left(vllm)
+
+    def test_what_is_stored_while_the_files_do_not_answer_is_dropped_after_a_second(
+        self, vllm: Scheduling, tmp_path: Path
+    ) -> None:
+        lora = request(adapter(tmp_path / "a"))
+        asking = vllm.ask(4)
+        vllm.scan(asking, lora_request=lora)
+        stored = vllm.begin_store(asking, asking.keys)
+        with hanging(vllm.manager.adapters):
+            vllm.manager.adapters.look = partial(Adapters.look, vllm.manager.adapters)  # type: ignore[method-assign]
+            vllm.stored(asking, stored)
+            vllm.finish(asking)
+            vllm.end_step()
+            assert vllm.manager.has_pending_work(), "or vLLM would not ask again"
+            vllm.clock.now += 1.0
+            vllm.end_step()
+            assert vllm.tier.stored_rows == []
+            assert_nothing_left(vllm)
+
     def test_two_that_store_the_same_prompt_at_once(self, vllm: Scheduling, tmp_path: Path) -> None:
         """vLLM's keys do not tell two contents of one path apart."""
         keys = chunks("prompt", 2)
@@ -317,6 +355,7 @@ class TestRequests:
         for request_, stored in stores:
             assert stored == keys
             vllm.stored(request_, stored)
+        vllm.end_step()
         assert len({row.key for row in vllm.tier.stored_rows}) == 4
 
     def test_rows_of_one_that_is_not_here_are_neither_stored_nor_found(

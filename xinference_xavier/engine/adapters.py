@@ -8,6 +8,9 @@ step that needs it, or when it is told to. So the files are looked at before: th
 whether they are still those that were loaded. While nobody can tell, there is no digest, and the
 adapter's rows are neither stored nor loaded.
 
+vLLM loads an adapter after that look, and one that was replaced in place with each step. So what an
+adapter has computed is shared once a later look has found its files unchanged (`Unconfirmed`).
+
 vLLM's own prefix cache keeps the blocks of a replaced adapter and hands them to requests of the new
 one. Such requests store nothing (`Adapter.replaces`).
 
@@ -25,10 +28,12 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.lora.request import LoRARequest
 
 from xinference_xavier.limits import LIMIT
+from xinference_xavier.pool.pool import Row
 from xinference_xavier.runtime.aio import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ class Look:
     `deadline`, in seconds of its clock.
     """
 
-    number: int  # vLLM's, of the adapter
+    request: LoRARequest
     deadline: float
     adapter: Adapter | None = None
     too_late: bool = False
@@ -90,6 +95,22 @@ class Look:
         return self.adapter is not None and self.adapter.replaces
 
 
+class Unconfirmed(NamedTuple):
+    """Rows that an adapter has computed, of whose files `before` and `after` are looks."""
+
+    before: Look
+    after: Look
+    rows: list[Row]
+
+    def has_answer(self, now: float) -> bool:
+        return self.after.ended.is_set() or now >= self.after.deadline
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the files did not change meanwhile."""
+        return self.after.digest is not None and self.after.adapter is self.before.adapter
+
+
 class Adapters:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -105,7 +126,7 @@ class Adapters:
 
     def look(self, request: LoRARequest) -> Look:
         """Look at the files that vLLM loads before it computes `request`, or has loaded."""
-        look = Look(request.lora_int_id, self._clock() + _PATIENCE)
+        look = Look(request, self._clock() + _PATIENCE)
         latest = self._latest
         look.too_late = latest is not None and latest.hangs
         self._latest = look

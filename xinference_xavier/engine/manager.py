@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from xinference_xavier import vllm_versions
-from xinference_xavier.engine.adapters import Adapters
+from xinference_xavier.engine.adapters import Adapters, Unconfirmed
 from xinference_xavier.engine.audits import CanAudit
 from xinference_xavier.engine.compat import key_positions, load_source
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
@@ -47,7 +47,7 @@ from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup
 from xinference_xavier.engine.waiting import PeerPrefills
 from xinference_xavier.engine.workload import Steps, Workload
 from xinference_xavier.peers import DISK
-from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.replica.hot_chunks import MAX_REQUESTS
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -82,6 +82,8 @@ class XavierManager(OffloadingManager):
         self.errors = SchedulerErrors(logger)
         self.requests: dict[str, Request] = {}  # unfinished ones by id
         self.adapters = Adapters(clock)
+        self._unconfirmed = deque[Unconfirmed]()
+        self._clock = clock
         self._prefix_cache_is_stale = False  # vLLM's own: it may have blocks of other weights
         self._all_share = facts.shares  # all requests, so far
         self._finished_requests = 0
@@ -216,11 +218,12 @@ class XavierManager(OffloadingManager):
     @guarded(nothing)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.pass_end_is_due = True
+        self._confirm()
         ended = self.tier_lookup.end_pass()
         self._idle_wait.pass_ended(ended)
         # A step that begins a fetch has done enough.
         evicted = ended.begun is None and self._evictor.evict_ahead()
-        self.pass_end_is_due = ended is not NOTHING or evicted
+        self.pass_end_is_due = ended is not NOTHING or evicted or bool(self._unconfirmed)
 
     @guarded(nothing)
     def count_prompt(
@@ -274,7 +277,7 @@ class XavierManager(OffloadingManager):
         )
 
     def has_pending_work(self) -> bool:
-        return bool(self.fetches)
+        return bool(self.fetches or self._unconfirmed)
 
     # -- loading and storing ------------------------------------------------------------------
 
@@ -333,8 +336,27 @@ class XavierManager(OffloadingManager):
         if request.probe is not None and success:
             taken = self._jobs.take_store(request, keys)
             self.probes.stored(request.probe, taken, request.ends())
-        elif rows := self._jobs.end_store(request, keys, success):
-            self._tier.on_stored(rows)
+            return
+        rows = self._jobs.end_store(request, keys, success)
+        if request.adapter is None:
+            self._share(rows)
+        elif rows:
+            look = self.adapters.look(request.adapter.request)
+            self._unconfirmed.append(Unconfirmed(request.adapter, look, rows))
+            self.pass_end_is_due = True
+
+    def _share(self, rows: Sequence[Row]) -> None:
+        if stored := [row for row in rows if self.pool.commit(row)]:
+            self._tier.on_stored(stored)
+
+    def _confirm(self) -> None:
+        """Share what adapters have computed whose files have not changed since."""
+        now = self._clock()
+        while self._unconfirmed and self._unconfirmed[0].has_answer(now):
+            computed = self._unconfirmed.popleft()
+            if computed.is_confirmed:
+                self._share(computed.rows)
+            self.pool.abort(*computed.rows)
 
     # -- the whole cache ----------------------------------------------------------------------
 
@@ -357,7 +379,9 @@ class XavierManager(OffloadingManager):
         self._prefix_cache_is_stale = not done
         if done:
             looks = (request.adapter for request in self.requests.values())
-            self.adapters.forget_replaced({look.number for look in looks if look is not None})
+            self.adapters.forget_replaced(
+                {look.request.lora_int_id for look in looks if look is not None}
+            )
 
     def rejoin(self, weights_version: str) -> None:
         """Share with the replicas of these weights what is computed from now on."""

@@ -242,7 +242,7 @@ class Jobs:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._requests: set[Request] = set()  # with jobs under way, perhaps after their end
+        self._requests: dict[Request, None] = {}  # with jobs under way, perhaps after their end
         self._void: set[Row] = set()  # of the stores
         self._stale_stores: list[Row] = []
         self._stale_loads: list[Row] = []
@@ -254,7 +254,7 @@ class Jobs:
         """`rows` come with vLLM's keys."""
         request.storing.update(rows)
         if rows:
-            self._requests.add(request)
+            self._requests[request] = None
 
     def void_store(self, req_id: str, keys: Collection[bytes]) -> None:
         """These rows do not get their chunks' bytes."""
@@ -262,31 +262,27 @@ class Jobs:
             if request.req_id == req_id:
                 self._void.update(request.storing[key] for key in keys if key in request.storing)
 
-    def end_store(self, request: Request, keys: Iterable[bytes], success: bool) -> list[Row]:
-        """Returns the rows that became READY."""
-        return [row for row in self._written(request, keys, success) if self._pool.commit(row)]
-
     def take_store(self, request: Request, keys: Iterable[bytes]) -> list[Row]:
         """Like `end_store`, for rows that no lookup may find: they are quarantined until the caller
         aborts them."""
-        rows = self._written(request, keys, True)
+        rows = self.end_store(request, keys, True)
         self._pool.quarantine(*rows)
         return rows
 
-    def _written(self, request: Request, keys: Iterable[bytes], success: bool) -> list[Row]:
-        """The rows that got their chunks' bytes. The others are free."""
+    def end_store(self, request: Request, keys: Iterable[bytes], success: bool) -> list[Row]:
+        """The rows that got their chunks' bytes, for the caller to commit. The others are free."""
         self.free_stale()
         rows = [request.storing.pop(key) for key in keys]
         self._job_ended(request)
         void = self._void.intersection(rows) if success else {*rows}
         self._void -= void
-        self._pool.abort(*void)
+        self._pool.abort(*(row for row in rows if row in void))
         return [row for row in rows if row not in void]
 
     def begin_load(self, request: Request, rows: list[Row]) -> None:
         """`rows` must be pinned."""
         request.loading = rows
-        self._requests.add(request)
+        self._requests[request] = None
 
     @property
     def requests_loading(self) -> Set[str]:
@@ -300,7 +296,7 @@ class Jobs:
 
     def _job_ended(self, request: Request) -> None:
         if not (request.storing or request.loading):
-            self._requests.discard(request)
+            self._requests.pop(request, None)
 
     def reset(self) -> None:
         """vLLM will not report the jobs under way."""
