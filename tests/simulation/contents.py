@@ -1,14 +1,16 @@
 """What the simulated KV cache holds: numbers that say for which tokens they stand.
 
 A real K and V depend on all tokens up to their own. Here they are one number for each token and
-layer, made of two parts:
+layer, made of three parts:
 
-    48 bits   a hash of all tokens up to this one (and the salt), different for each layer
+    40 bits   a hash of all tokens up to this one (and the salt), different for each layer
+     8 bits   the content of the adapter that it was computed with, or `MIXED`
     16 bits   the age: the oldest weights that any number it was computed from depends on
 
 So whoever reads a number knows whether it belongs to the tokens that it is read for, and whether
-anything from before a change of weights went into it. A recurrent state is one number of the same
-kind for each layer: it stands for all tokens up to the last one that it has seen.
+anything from before a change of weights, or of another adapter, went into it. A recurrent state is
+one number of the same kind for each layer: it stands for all tokens up to the last one that it has
+seen.
 """
 
 import hashlib
@@ -37,8 +39,10 @@ PAGE_BYTES = 8 * BLOCK_TOKENS
 LAYERS = 2
 """One for each group."""
 VOCABULARY = 500
-_AGE = np.uint64(48)
-_HASH = np.uint64((1 << 48) - 1)
+MIXED = 255
+"""Contents of several adapters went into it."""
+_CONTENT, _AGE = np.uint64(40), np.uint64(48)
+_HASH = np.uint64((1 << 40) - 1)
 
 
 class Text:
@@ -47,11 +51,13 @@ class Text:
     The next token depends on all tokens before it, so equal prompts get equal answers.
     """
 
-    def __init__(self, tokens: Sequence[int], salt: str | None = None) -> None:
-        self.salt = salt
+    def __init__(
+        self, tokens: Sequence[int], salt: str | None = None, adapter: str | None = None
+    ) -> None:
+        self.salt, self.adapter = salt, adapter
         self.tokens: list[int] = []
         self._hashes: list[int] = []
-        self._hash = _next(0, salt or "")
+        self._hash = _next(0, f"{salt} {adapter}")
         for token in tokens:
             self._append(token)
 
@@ -70,12 +76,16 @@ class Text:
 
 
 def _next(before: int, token: int | str) -> int:
-    digest = hashlib.blake2b(f"{before}/{token}".encode(), digest_size=6).digest()
+    digest = hashlib.blake2b(f"{before}/{token}".encode(), digest_size=5).digest()
     return int.from_bytes(digest)
 
 
 def ages(numbers: Numbers) -> Numbers:
     return numbers >> _AGE
+
+
+def contents(numbers: Numbers) -> set[int]:
+    return set(((numbers >> _CONTENT) & np.uint64(MIXED)).ravel().tolist())
 
 
 class Group(NamedTuple):
@@ -96,9 +106,9 @@ class Group(NamedTuple):
             return 1
         return self.spec.sliding_window - 1 if isinstance(self.spec, SlidingWindowSpec) else start
 
-    def numbers(self, hashes: Numbers, age: int) -> Numbers:
+    def numbers(self, hashes: Numbers, age: int, content: int) -> Numbers:
         """What the layers hold for tokens with these `hashes`; shape (layers, tokens)."""
-        return (hashes[None] ^ self.tags) | np.uint64(age << 48)
+        return (hashes[None] ^ self.tags) | np.uint64(age << 48 | content << 40)
 
     def faults(self, found: Numbers, hashes: Numbers) -> list[int]:
         """At which of the tokens some layer holds something else; `found` is as in `numbers`."""

@@ -44,4 +44,9 @@ class Options:
         self.arrivals = rng.choice((0.1, 0.3, 0.6))
         self.aborts = rng.choice((0.0, 0.02, 0.08))
         self.resets = rng.choice((0.0, 0.01, 0.04))
+        self.forgets = rng.choice((0.0, 0.01, 0.1))
         self.flushes = rng.choice((0.0, 0.02))
+        self.disk = rng.choice((None, "used twice", "all"))
+        """What is saved."""
+        self.damages = rng.choice((0.02, 0.3))
+        self.adapters = rng.random() < 0.4

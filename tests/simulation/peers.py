@@ -1,21 +1,93 @@
-"""Peers of the simulated replica, in memory: what they hold and how their rows arrive.
+"""Where rows of the simulated replica come from: peers in memory, and a disk.
 
 Nothing here runs by itself. The simulation says when a fetch goes on, so that a row may arrive at
-any moment, in part, late or never, and a row that was given up may still be written.
+any moment, in part, late or never, and a row that was given up may still be written. The disk is
+real, with the loop that uses it and its transaction; the simulation says when the loop goes on, and
+when a call to the disk does.
 """
 
+import asyncio
 import random
+import selectors
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 
 from tests.engine.scheduling import ScriptedTier
+from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
-from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.replica import disk as replica_disk
+from xinference_xavier.replica import fetcher as replica_fetcher
+from xinference_xavier.replica.disk import Disk, NoDisk
+from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
+from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.runtime.aio import spawn
 
 PEERS = ("peer 1", "peer 2", "peer 3")
 _FAILURES = ("not held", "timeout", "refused", "donor unreachable")
+
+
+class Calls(Executor):
+    """In place of threads: holds calls until `run_one`, unless they run `at_once`."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.at_once = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._calls)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.append((future, lambda: fn(*args, **kwargs)))
+        if self.at_once:
+            self.shutdown()
+        return future
+
+    def run_one(self) -> None:
+        if not self._calls:
+            return
+        future, call = self._calls.popleft()
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        while self._calls:
+            self.run_one()
+
+
+class _Poll(selectors.DefaultSelector):
+    def select(self, timeout: float | None = None) -> Any:
+        return super().select(0)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """Its time is the simulation's, and it runs in `go_on` only."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._simulated = clock
+        super().__init__(_Poll())
+
+    def time(self) -> float:
+        return self._simulated()
+
+    def go_on(self) -> None:
+        """Enough rounds for what a call that has ended sets off."""
+        for _ in range(12):
+            self.call_soon(self.stop)
+            self.run_forever()
 
 
 class Arriving:
@@ -38,7 +110,11 @@ class Peers(ScriptedTier):
         pool: Pool,
         region: Region,
         rng: random.Random,
+        patch: pytest.MonkeyPatch,
         *,
+        folder: Path,
+        has_disk: bool,
+        saves_all: bool,
         clock: Callable[[], float],
         write: Callable[[Row, int], None],
         stored: Callable[[Sequence[Row]], None],
@@ -56,14 +132,61 @@ class Peers(ScriptedTier):
         self.holdings: dict[str, set[bytes]] = {name: set() for name in PEERS}
         self.joining: list[tuple[Row, int]] = []  # reserved in the background, with the weights
 
+        now: Any = SimpleNamespace(monotonic=clock, time=time.time, time_ns=time.time_ns)
+        for module in (replica_disk, replica_fetcher):
+            patch.setattr(module, "time", now)
+        patch.setattr(replica_disk, "DaemonThreads", self.make_calls)
+        self.calls: list[Calls] = []
+        self.loop = Loop(clock)
+        self.folder = folder
+        self.disk = NoDisk()
+        if has_disk:
+            self.disk = Disk(
+                folder, 1 << 30, "model", region, pool, saves_all=saves_all, by_name=()
+            )
+        self.namespace = SharedNamespace("own", self.mirror, self.disk)
+        self._fetcher = Fetcher(
+            incarnation="own",
+            pool=pool,
+            row_bytes=region.row_bytes,
+            process=Mock(),
+            namespace=self.namespace,
+            mirror=self.mirror,
+            disk=self.disk,
+            publisher=Mock(),
+            events=Mock(),
+        )
+        self._running = self.loop.create_task(self.disk.run(lambda: None))
+
+    def make_calls(self, *_: object) -> Calls:
+        self.calls.append(Calls())
+        return self.calls[-1]
+
+    def close(self) -> None:
+        self._running.cancel()
+        self.disk.close()
+        self.loop.go_on()
+        self.loop.close()
+
     # -- called by the scheduler thread -------------------------------------------------------
+
+    @property
+    def sharing(self) -> bool:
+        return self.namespace.is_settled
+
+    @property
+    def reaches_peers(self) -> bool:
+        return self.is_ready and self.namespace.is_settled
 
     def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         fetch = super().submit_load(source, rows, deadline)
         self._log(f"fetch of {len(rows)} rows from {source}: {[row.slot for row in rows]}")
         if fetch is not None:
             fetch.began = self._clock()
-            self.arriving.append(Arriving(fetch, self.weights))
+            if source == DISK:
+                self.loop.call_soon(self._fetcher.start, fetch)
+            else:
+                self.arriving.append(Arriving(fetch, self.weights))
         return fetch
 
     def on_stored(self, rows: Sequence[Row]) -> None:
@@ -72,7 +195,10 @@ class Peers(ScriptedTier):
 
     def reset(self) -> None:
         """Nothing is shared until the peers have the new weights, too: see `follow`."""
+        self.namespace.announce_reset()
         super().reset()
+        self.loop.call_soon(self.disk.reset)
+        self.loop.call_soon(lambda: spawn(self.namespace.isolate()))
         self.is_ready = False
         self.holdings = {name: set() for name in PEERS}
         self.peers_hold(**self.holdings)
@@ -83,10 +209,21 @@ class Peers(ScriptedTier):
         """The peers have these weights, and hold nothing yet."""
         self.weights = weights
         self.is_ready = True
+        resets = self.namespace.announced
+        self.loop.call_soon(lambda: spawn(self._rejoin(str(weights), resets)))
 
-    def change_holdings(self, peer: str, keys: Iterable[bytes], add: bool) -> None:
-        held = self.holdings[peer]
-        self.holdings[peer] = held | set(keys) if add else held - set(keys)
+    async def _rejoin(self, version: str, resets: int) -> None:
+        if await self.namespace.rejoin(version, resets):
+            self.mirror.set_compared(True)
+            self.peers_hold(**self.holdings)
+
+    def compute_canary(self, weights: int) -> None:
+        """The engine computes what tells weights apart."""
+        if self.namespace.is_settled:
+            self.disk.probed(b"canary", {"layer": ("float32", [1.0, float(weights)])})
+
+    def hold(self, peer: str, keys: set[bytes]) -> None:
+        self.holdings[peer] = keys
         self.peers_hold(**self.holdings)
 
     def go_on(self, now: float) -> None:
@@ -135,6 +272,7 @@ class Peers(ScriptedTier):
         rows = self.pool.reserve(keys, redundant=None).rows
         self.joining += [(row, self.weights) for row in rows]
         for row in rows:
+            row.origin = row.replicated_from = PEERS[0]
             self._garble(row)
 
     def go_on_joining(self) -> None:
@@ -148,6 +286,7 @@ class Peers(ScriptedTier):
         if not self.pool.commit(row, checksum=1):  # there was a reset
             self.pool.abort(row)
 
-    @property
     def is_at_rest(self) -> bool:
-        return not self.arriving and not self.joining
+        self.loop.go_on()
+        in_flight = self.arriving or self.joining or self._fetcher.counts.in_flight
+        return not (in_flight or any(calls.waiting for calls in self.calls))

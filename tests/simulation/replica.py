@@ -1,8 +1,9 @@
-"""One replica: vLLM's scheduler, both sides of our connector, pool, rows and copy jobs.
+"""One replica: vLLM's scheduler, both sides of our connector, pool, rows, copy jobs and disk.
 
-Everything is real but the model, the peers, the clock and the threads. Whatever other threads and
-processes of a replica would do happens when the simulation does it: between two steps, or between
-two calls of vLLM's into our manager (`interrupt`).
+Everything is real but the model, the peers, the clock and most threads. The copy threads run beside
+the scheduler's; see `CopyJobs`. Whatever other threads and processes of a replica would do happens
+when the simulation does it: between two steps, or between two calls of vLLM's into our manager
+(`interrupt`).
 """
 
 import random
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -38,29 +41,34 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.scheduling import Clock, without_requests
 from tests.engine.vllm_scheduler import NOBODY, Core, hasher_of, request_of, starts_of
+from tests.simulation.adapters import AdapterFiles
 from tests.simulation.contents import (
     BLOCK_TOKENS,
     LAYERS,
+    PAGE_BYTES,
     Group,
     Layout,
     Numbers,
     Text,
     ages,
+    contents,
     layout,
 )
 from tests.simulation.options import Options
 from tests.simulation.peers import Peers
 from tests.simulation.worker import CopyJobs, ModelRunner, WrongBytesError
 from xinference_xavier.config import XavierConfig, kv_transfer_config
+from xinference_xavier.engine import adapters as adapters_module
 from xinference_xavier.engine import connector as connector_module
 from xinference_xavier.engine import identity
+from xinference_xavier.engine.adapters import salted
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.pool.pool import Pool, Row, RowState
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 _LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -78,7 +86,8 @@ class Manager(XavierManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self.interrupt()
         slots = super().prepare_load(keys, req_context)
-        self.check_loaded([*keys], slots)
+        request = self.requests[req_context.req_id]
+        self.check_loaded([request.row_key(key) for key in keys], slots)
         return slots
 
     def prepare_store(
@@ -114,11 +123,13 @@ class Asked(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a key of a pool stands for: the tokens of `text` up to `end`, in one group."""
+    """What a key of a pool stands for: the tokens of `text` up to `end`, in one group, computed
+    with this `content` of an adapter."""
 
     text: Text
     end: int
     group: int
+    content: int = 0
 
 
 def _raise(_: str) -> None:
@@ -133,7 +144,8 @@ class _Batch(NamedTuple):
 
 
 class Replica:
-    """`config` is vLLM's for some small model; `patch` undoes what this replaces in modules."""
+    """`config` is vLLM's for some small model; `patch` undoes what this replaces in modules. Files
+    are in the current folder."""
 
     def __init__(
         self,
@@ -149,7 +161,9 @@ class Replica:
         self.weights = 0
         self.oldest_allowed = 0
         """The weights that were there when all caches were last reset with success."""
+        self.files = AdapterFiles()
         self.texts: dict[str, Text] = {}
+        self.loras: dict[str, LoRARequest] = {}
         self.asked: dict[str, Asked] = {}
         self.chunks: dict[bytes, Chunk] = {}
         self.batches: deque[_Batch] = deque()
@@ -161,13 +175,18 @@ class Replica:
         config = self._config(config)
         caches = self.layout.config
         blocks_per_chunk = options.chunk_blocks
-        self.region = Region.create(options.slots, LAYERS * 8 * BLOCK_TOKENS * blocks_per_chunk)
-        self.rows = self.region.array.view(np.uint64).reshape(options.slots, LAYERS, -1)
+        self.region = Region.create(options.slots, ROW_ALIGNMENT)
+        numbers = self.region.array[:, : LAYERS * PAGE_BYTES * blocks_per_chunk].view(np.uint64)
+        self.rows = numbers.reshape(options.slots, LAYERS, -1)
         self.pool = Pool(options.slots)
         self.peers = Peers(
             self.pool,
             self.region,
             rng,
+            patch,
+            folder=Path("disk"),
+            has_disk=options.disk is not None,
+            saves_all=options.disk == "all",
             clock=self.clock,
             write=self._write_row,
             stored=self._check_stored,
@@ -199,6 +218,7 @@ class Replica:
             patch.setattr(self.manager.errors, "caught", _raise)
             return self.manager
 
+        patch.setattr(adapters_module, "DaemonThreads", self.peers.make_calls)
         patch.setattr(XavierSpec, "get_manager", manager)
         patch.setattr(XavierSpec, "get_worker", worker)
         patch.setattr(identity, "fingerprint_fields", lambda *_: {})
@@ -213,10 +233,14 @@ class Replica:
             self.layout,
             self.connector,
             self.texts,
+            self.loras,
+            self.files,
             weights=lambda: self.weights,
             oldest_allowed=lambda: self.oldest_allowed,
         )
         self.connector.register_kv_caches(self.runner.kv_caches)
+        workers: Any = self._core.model_executor
+        workers.add_lora = self.runner.load_adapter
         self._hasher = hasher_of(config, self._hash_tokens)
 
     def _config(self, config: VllmConfig) -> VllmConfig:
@@ -242,6 +266,7 @@ class Replica:
 
     def close(self) -> None:
         self.connector.shutdown()
+        self.peers.close()
         self.region.close()
 
     # -- what clients do ----------------------------------------------------------------------
@@ -249,16 +274,26 @@ class Replica:
     def ask(self, asked: Asked) -> None:
         asked.text.continue_to(asked.prompt + asked.answer + 4)
         self.asked[asked.req_id], self.texts[asked.req_id] = asked, asked.text
+        if asked.text.adapter is not None:
+            self.loras[asked.req_id] = self.files.requests[asked.text.adapter]
         self.learn(asked.text)
         self.scheduler.add_request(
             self._request(asked.req_id, asked.text, asked.prompt, asked.answer)
         )
 
     def _request(self, req_id: str, text: Text, prompt: int, answer: int) -> Request:
-        return request_of(req_id, text.tokens[:prompt], answer, self._hasher, cache_salt=text.salt)
+        lora = None if text.adapter is None else self.files.requests[text.adapter]
+        return request_of(
+            req_id,
+            text.tokens[:prompt],
+            answer,
+            self._hasher,
+            cache_salt=text.salt,
+            lora_request=lora,
+        )
 
     def learn(self, text: Text) -> list[list[bytes]]:
-        """Know what the keys of the text stand for. Returns those of whole chunks, by group."""
+        """Know what vLLM's keys of the text stand for. Returns those of whole chunks, by group."""
         hashes = self._request("", text, len(text.tokens), 1).block_hashes
         for number in range(len(self.layout.groups)):
             for place, block_hash in enumerate(hashes):
@@ -288,6 +323,16 @@ class Replica:
             if request.num_computed_tokens and request.status is not _LOADS:
                 return str(request.request_id)
         return None
+
+    def announce_adapter(self, name: str, in_place: bool) -> None:
+        """vLLM loads what is in the files now, before any request needs it."""
+        request = self.files.announce(name, in_place)
+        self.log(f"{name} is {request.lora_int_id}: {self.files.read(request)} {in_place=}")
+        for calls in self.peers.calls:
+            calls.at_once = True
+        self._core.add_lora(request)
+        for calls in self.peers.calls:
+            calls.at_once = False
 
     # -- what an engine does ------------------------------------------------------------------
 
@@ -365,34 +410,49 @@ class Replica:
         """One of the things that happen on other threads and in other processes."""
         self._busy = True
         try:
-            rng, pool = self._rng, self.pool
-            match rng.choice(
-                ("fetch",) * 4 + ("copy",) * 4 + ("rows", "rows", "compute", "claim", "join")
-            ):
-                case "fetch":
-                    self.peers.go_on(self.clock())
-                case "copy":
-                    if rng.random() < self.options.copies:
-                        self.copy_jobs.run_one()
-                case "compute":
-                    self.compute()
-                case "claim":
-                    for claim in self.peers.claims:
-                        if claim.held_by_peer is None:
-                            claim.held_by_peer = rng.randrange(len(claim.keys) + 1)
-                case "join":
-                    self.peers.go_on_joining()
-                case "rows":
-                    self._send(rng)
-                    for row in pool.rows():
-                        if (
-                            row.state is RowState.READY
-                            and row.checksum is None
-                            and rng.random() < 0.5
-                        ):
-                            pool.set_checksum(row, 1)
+            self._rng.choice(
+                4 * [self._fetch]
+                + 4 * [self._copy]
+                + 3 * [self._call]
+                + 2 * [self._use_rows]
+                + 2 * [self._use_disk]
+                + [self.compute, self._claim, self.peers.go_on_joining]
+            )()
         finally:
             self._busy = False
+
+    def _fetch(self) -> None:
+        self.peers.go_on(self.clock())
+
+    def _copy(self) -> None:
+        if self._rng.random() < self.options.copies:
+            self.copy_jobs.go_on(self._rng.choice((1, 2, 40)))
+
+    def _call(self) -> None:
+        """Threads for slow calls go on."""
+        if waiting := [calls for calls in self.peers.calls if calls.waiting]:
+            for _ in range(self._rng.choice((1, 4))):
+                self._rng.choice(waiting).run_one()
+            self.peers.loop.go_on()
+
+    def _use_disk(self) -> None:
+        while self.manager.finished:
+            self.peers.disk.used(self.manager.finished.popleft())
+        if self._rng.random() < 0.5:
+            self.peers.compute_canary(self.weights)
+        self.peers.loop.go_on()
+
+    def _claim(self) -> None:
+        for claim in self.peers.claims:
+            if claim.held_by_peer is None:
+                claim.held_by_peer = self._rng.randrange(len(claim.keys) + 1)
+
+    def _use_rows(self) -> None:
+        """Peers copy some, and others get their checksums."""
+        self._send(self._rng)
+        for row in self.pool.rows():
+            if row.state is RowState.READY and row.checksum is None and self._rng.random() < 0.5:
+                self.pool.set_checksum(row, self.region.checksum(row.slot, row.key))
 
     def _send(self, rng: random.Random) -> None:
         """A peer begins to copy a few rows, or has copied them."""
@@ -411,10 +471,19 @@ class Replica:
 
     # -- rows ---------------------------------------------------------------------------------
 
+    def _chunk(self, key: bytes) -> Chunk:
+        """What a key of the pool stands for: it has the content of the adapter in it."""
+        if key in self.chunks:
+            return self.chunks[key]
+        for content, digest in enumerate(self.files.digests[1:], 1):
+            if (chunk := self.chunks.get(salted(key, digest))) is not None:
+                return chunk._replace(content=content)
+        raise WrongBytesError(f"{key.hex()} stands for nothing")
+
     def _view(self, row: Row) -> tuple[Group, Numbers, Numbers]:
         """The row's group, the numbers in it that the group uses, of shape (layers, tokens), and
         the hashes for which they should stand."""
-        text, end, number = self.chunks[row.key]
+        text, end, number, _ = self._chunk(row.key)
         group, size = self.layout.groups[number], self.options.chunk_blocks * BLOCK_TOKENS
         numbers: Numbers = self.rows[row.slot]
         if group.is_recurrent:  # the last block's state
@@ -424,12 +493,17 @@ class Replica:
 
     def _write_row(self, row: Row, weights: int) -> None:
         group, numbers, hashes = self._view(row)
-        numbers[:] = group.numbers(hashes, weights)
+        numbers[:] = group.numbers(hashes, weights, self._chunk(row.key).content)
 
     def _check_row(self, row: Row, what: str, oldest: int = 0) -> None:
         group, found, hashes = self._view(row)
         if group.faults(found, hashes):
             raise WrongBytesError(f"{row} {what}, but its bytes are not those of its key")
+        if (computed := contents(found)) != {content := self._chunk(row.key).content}:
+            raise WrongBytesError(
+                f"{row} {what}, but was computed with contents {computed} of its adapter instead "
+                f"of {content}"
+            )
         if (age := int(ages(found).min())) < oldest:
             raise WrongBytesError(
                 f"{row} {what}, but depends on weights {age}; its cache was reset for {oldest}"

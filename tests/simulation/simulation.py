@@ -11,16 +11,20 @@ left.
 """
 
 import random
+import tempfile
 from collections import deque
 from collections.abc import Callable
 
 import pytest
 from vllm.config import VllmConfig
 
-from tests.simulation.contents import BLOCK_TOKENS, VOCABULARY, Text
+from tests.simulation.adapters import NAMES
+from tests.simulation.contents import BLOCK_TOKENS, PAGE_BYTES, VOCABULARY, Text
 from tests.simulation.options import Options
 from tests.simulation.peers import PEERS
 from tests.simulation.replica import Asked, Replica
+from xinference_xavier.engine.adapters import salted
+from xinference_xavier.pool.region import ROW_ALIGNMENT
 
 EVENTS = 100
 """Steps with random events in a run."""
@@ -61,9 +65,10 @@ class Simulation:
 
     def run(self) -> None:
         """Raises SimulationError."""
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             if self._mutate is not None:
                 self._mutate(patch)
+            patch.chdir(folder)
             self._replica = Replica(self._options, self._config, self._rng, patch, self._log)
             try:
                 self._run()
@@ -89,9 +94,11 @@ class Simulation:
                 (options.aborts, self._abort),
                 (options.resets, self._reset),
                 (options.flushes, replica.flush),
-                (0.1, self._forget),
-                (0.1, self._change_peers),
+                (options.forgets, self._forget),
+                (0.2, self._change_peers),
                 (0.05, self._join),
+                (options.damages, self._damage),
+                (0.05, self._replace_adapter),
             ):
                 if rng.random() < likely:
                     event()
@@ -118,7 +125,7 @@ class Simulation:
                 self._log(f"gives up {stuck}")
                 replica.abort(stuck)
                 idle = 0
-        while not (replica.peers.is_at_rest and not replica.sending):
+        while not (replica.peers.is_at_rest() and not replica.sending):
             replica.clock.now += 1.0
             replica.background()
 
@@ -151,7 +158,8 @@ class Simulation:
             tokens, salt = rng.choice(self._documents), rng.choice((None, None, None, "salt"))
         tokens = tokens[: rng.randint(1, longest - 12)]
         tokens = tokens + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(6))]
-        return Text(tokens, salt)
+        adapter = rng.choice((None, *NAMES)) if self._options.adapters else None
+        return Text(tokens, salt, adapter)
 
     def _ask(self) -> None:
         """One request, or several for the same prompt at once."""
@@ -161,7 +169,7 @@ class Simulation:
             self._asked += 1
             most = self._options.longest - prompt
             answer = min(most, self._rng.choice((1, 2, 6, 12, most)))
-            self._log(f"asks r{self._asked}: {prompt} tokens, {answer} to answer")
+            self._log(f"asks r{self._asked}: {prompt} tokens of {text.adapter}, {answer} to answer")
             self._replica.ask(Asked(f"r{self._asked}", text, prompt, answer))
 
     def _abort(self) -> None:
@@ -183,31 +191,62 @@ class Simulation:
             replica.peers.follow(replica.weights)
 
     def _forget(self) -> None:
-        """vLLM's own prefix cache is reset, if no request runs. The weights stay."""
+        """vLLM's own prefix cache is reset, if no request runs, and ours. The weights stay."""
         self._replica.reset(connector=False, running=False)
 
     def _change_peers(self) -> None:
         """A peer has computed a prompt, or has evicted something, or all have new weights."""
         rng, peers, replica = self._rng, self._replica.peers, self._replica
-        if peers.weights != replica.weights:
-            if rng.random() < 0.3:
+        if peers.weights != replica.weights or not peers.is_ready:
+            if rng.random() < 0.7:
                 peers.follow(replica.weights)
             return
         peer = rng.choice(PEERS)
         if rng.random() < 0.2:
-            held = sorted(peers.holdings[peer])
-            peers.change_holdings(peer, rng.sample(held, len(held) // 2), add=False)
+            held = peers.holdings[peer]
+            peers.hold(peer, held - set(rng.sample(sorted(held), len(held) // 2)))
             return
         text = self._text()
         text.continue_to(self._options.longest // BLOCK_TOKENS * BLOCK_TOKENS)
         groups = replica.learn(text)
+        digest = rng.choice(replica.files.digests[1:])
         length = rng.randint(1, max(1, max(len(keys) for keys in groups)))
-        for keys in groups:
-            kept = [key for key in keys[:length] if rng.random() < 0.95]
-            peers.change_holdings(peer, kept, add=True)
+        computed = {key for keys in groups for key in keys[:length] if rng.random() < 0.95}
+        if text.adapter is not None:
+            computed = {salted(key, digest) for key in computed}
+        peers.hold(peer, peers.holdings[peer] | computed)
 
     def _join(self) -> None:
         peers = self._replica.peers
         held = sorted(peers.holdings[self._rng.choice(PEERS)])
         if held and peers.is_ready:
             peers.join(self._rng.sample(held, min(3, len(held))))
+
+    def _damage(self) -> None:
+        """Another replica, or a crash, has done something to a file on the disk."""
+        rng = self._rng
+        files = sorted(self._replica.peers.folder.rglob("*.row"))
+        if not files:
+            return
+        file, other = rng.choice(files), rng.choice(files)
+        content = file.read_bytes()
+        match rng.choice(("removed", "cut off", "changed", "swapped")):
+            case "removed":
+                file.unlink()
+            case "cut off":
+                file.write_bytes(content[: len(content) // 2])
+            case "changed":
+                place = ROW_ALIGNMENT + rng.randrange(PAGE_BYTES)
+                file.write_bytes(bytes(each ^ (n == place) for n, each in enumerate(content)))
+            case "swapped":
+                file.write_bytes(other.read_bytes())
+
+    def _replace_adapter(self) -> None:
+        """Somebody writes other files, and has the engine use them, or forgets that for a while."""
+        rng, replica = self._rng, self._replica
+        if self._options.adapters:
+            name = rng.choice(NAMES)
+            self._log(f"other files of {name}")
+            replica.files.replace(name)
+            if rng.random() < 0.7:
+                replica.announce_adapter(name, in_place=rng.random() < 0.5)

@@ -1,13 +1,11 @@
 """vLLM's worker in the simulation: it computes and copies on real bytes, and checks what it reads.
 
 `ModelRunner` does in each step what vLLM's model runners do, in their order: it takes the step's
-blocks, reads what the tokens attend to, writes what they add, and calls our connector. `CopyJobs`
-is our worker for the CPU platform, except that its jobs run when the simulation says so.
+blocks, reads what the tokens attend to, writes what they add, and calls our connector.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from threading import Semaphore
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,28 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    TransferResult,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.engine.vllm_scheduler import output_of, starts_of
-from tests.simulation.contents import BLOCK_TOKENS, LAYERS, Layout, Numbers, Text, ages
+from tests.simulation.adapters import AdapterFiles
+from tests.simulation.contents import (
+    BLOCK_TOKENS,
+    LAYERS,
+    MIXED,
+    Layout,
+    Numbers,
+    Text,
+    ages,
+    contents,
+)
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.worker import HostWorker
 from xinference_xavier.pool.region import Region
@@ -35,80 +49,78 @@ class WrongBytesError(AssertionError):
     """Somebody read what he must not read."""
 
 
-class _AtOnce:
-    """In place of the copy threads."""
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(*arguments))
-        return future
-
-    def shutdown(self) -> None:
-        pass
-
-
-class _Queue:
-    """In place of the thread that runs jobs: holds them until `run_one`."""
-
-    def __init__(self) -> None:
-        self._jobs: deque[tuple[Future[Any], Callable[..., Any], Any]] = deque()
-
-    def submit(self, function: Callable[..., Any], job: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.append((future, function, job))
-        return future
-
-    def run_one(self) -> bool:
-        """Run the oldest job. False if there is none."""
-        if not self._jobs:
-            return False
-        future, function, job = self._jobs.popleft()
-        future.set_result(function(job))
-        return True
-
-    def shutdown(self) -> None:
-        while self.run_one():
-            pass
-
-
 class CopyJobs(HostWorker):
-    """`run_one` runs the oldest job; so does whoever waits for one that has not run."""
+    """Our worker for the CPU platform. Its threads copy beside the scheduler's, but only as many
+    blocks as `go_on` has allowed, so that any event can find a job half done. Whoever asks for the
+    jobs that are done waits for those of which all blocks are allowed.
+    """
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: Region, blocks_per_chunk: int) -> None:
+        self._allowing = Semaphore(0)
+        self._allowed = self._submitted = 0  # blocks
+        self._ends: dict[int, int] = {}  # what `_submitted` was then, by job
         super().__init__(kv_caches, region, blocks_per_chunk, 0)
-        self._copy_threads.shutdown()
-        self._runner.shutdown()
-        self._copy_threads = _AtOnce()  # type: ignore[assignment]
-        self._queue = _Queue()
-        self._runner = self._queue  # type: ignore[assignment]
 
-    def run_one(self) -> bool:
-        return self._queue.run_one()
-
-    def wait(self, job_ids: set[int]) -> None:
-        while not all(self._jobs[job].done() for job in job_ids & self._jobs.keys()):
-            self.run_one()
-
-    def await_finished(self, seconds: float) -> bool:  # nothing waits here
-        self.run_one()
-        return all(job.done() for job in [*self._jobs.values()][:1])
+    def go_on(self, blocks: int) -> None:
+        """Copy so many blocks, unless no job has any left."""
+        if (allowed := min(blocks, self._submitted - self._allowed)) > 0:
+            self._allowed += allowed
+            self._allowing.release(allowed)
 
     @property
     def is_at_rest(self) -> bool:
         return not self._jobs
 
+    def _submit(
+        self, job_id: int, is_store: bool, blocks: GPULoadStoreSpec, rows: LoadStoreSpec
+    ) -> bool:
+        self._submitted += len(blocks.block_ids)
+        self._ends[job_id] = self._submitted
+        return super()._submit(job_id, is_store, blocks, rows)
+
+    def _copy_blocks(self, is_store: bool, placements: Iterator[Any]) -> int:
+        def allowed() -> Iterator[Any]:
+            for placement in placements:
+                self._allowing.acquire()
+                yield placement
+
+        return super()._copy_blocks(is_store, allowed())
+
+    def get_finished(self) -> list[TransferResult]:
+        ended = {job_id for job_id, end in self._ends.items() if end <= self._allowed}
+        super().wait(ended)
+        finished = super().get_finished()
+        for result in finished:
+            del self._ends[result.job_id]
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        waited = job_ids & self._ends.keys()
+        self.go_on(max([self._ends[job_id] for job_id in waited], default=0) - self._allowed)
+        super().wait(waited)
+
+    def await_finished(self, seconds: float) -> bool:  # nothing waits here
+        self.wait({*[*self._ends][:1]})
+        return True
+
+    def shutdown(self) -> None:
+        self.go_on(self._submitted)
+        super().shutdown()
+
 
 class _Running:
-    """A request in the worker: its block tables, and the age of what it has read."""
+    """A request in the worker: its block tables, and what it has read or been computed with: the
+    age, and the contents of adapters."""
 
     def __init__(self, text: Text, blocks: Sequence[Sequence[int]], age: int) -> None:
         self.text = text
         self.tables = [list(table) for table in blocks]
         self.age = age
+        self.contents = set[int]()
 
 
 class ModelRunner:
-    """`texts` are those of all requests, by id.
+    """`texts` and `loras` are those of all requests, by id.
 
     What a request finds in the cache when it starts, or starts again, must not be older than the
     weights that `oldest_allowed()` names.
@@ -119,6 +131,8 @@ class ModelRunner:
         layout: Layout,
         connector: XavierConnector,
         texts: dict[str, Text],
+        loras: dict[str, LoRARequest],
+        files: AdapterFiles,
         *,
         weights: Callable[[], int],
         oldest_allowed: Callable[[], int],
@@ -126,6 +140,8 @@ class ModelRunner:
         self._groups = layout.groups
         self._connector = connector
         self._texts = texts
+        self._loras, self._files = loras, files
+        self._adapters: dict[int, int] = {}  # contents by vLLM's numbers
         self._weights = weights
         self._oldest_allowed = oldest_allowed
         self._running: dict[str, _Running] = {}
@@ -148,6 +164,9 @@ class ModelRunner:
         assert isinstance(metadata, OffloadingConnectorMetadata)
         connector.handle_preemptions(metadata)
         self._take_blocks(step)
+        for req_id in step.num_scheduled_tokens:
+            if req_id in self._loras:
+                self.load_adapter(self._loras[req_id])
         connector.bind_connector_metadata(metadata)
         for span in self._spans(step):
             self._compute(*span)
@@ -160,6 +179,12 @@ class ModelRunner:
         )
         connector.clear_connector_metadata()
         return output_of(sampled, output)
+
+    def load_adapter(self, request: LoRARequest) -> bool:
+        """As vLLM does for each step that an adapter is in."""
+        if request.load_inplace or request.lora_int_id not in self._adapters:
+            self._adapters[request.lora_int_id] = self._files.read(request)
+        return True
 
     def _take_blocks(self, step: SchedulerOutput) -> None:
         for req_id in step.finished_req_ids:
@@ -195,9 +220,11 @@ class ModelRunner:
     # -- what a model does --------------------------------------------------------------------
 
     def _compute(self, req_id: str, start: int, end: int, begins: bool) -> None:
-        running = self._running[req_id]
+        running, lora = self._running[req_id], self._loras.get(req_id)
+        running.contents.add(0 if lora is None else self._adapters[lora.lora_int_id])
         for number in range(len(self._groups)):
-            running.age = min(running.age, self._read(req_id, number, start))
+            self._read(req_id, number, start)
+        content = MIXED if len(running.contents) > 1 else min(running.contents)
         if begins and running.age < self._oldest_allowed():
             raise WrongBytesError(
                 f"{req_id} begins at token {start} with what weights {running.age} computed, after "
@@ -208,7 +235,8 @@ class ModelRunner:
             blocks, places = self._places(running, number, first, end)
             if 0 in blocks:
                 raise WrongBytesError(f"{req_id} writes to no block: {running.tables[number]}")
-            written = group.numbers(running.text.hashes(first, end), running.age)
+            hashes = running.text.hashes(first, end)
+            written = group.numbers(hashes, running.age, content)
             for cache, numbers in zip(self._caches, written, strict=True):
                 cache[blocks, places] = numbers
 
@@ -222,12 +250,13 @@ class ModelRunner:
         places = tokens % BLOCK_TOKENS * (not self._groups[number].is_recurrent)
         return table[tokens // BLOCK_TOKENS], places
 
-    def _read(self, req_id: str, number: int, start: int) -> int:
-        """Read what the tokens from `start` on depend on. Returns the age of the oldest."""
+    def _read(self, req_id: str, number: int, start: int) -> None:
+        """Read what the tokens from `start` on depend on."""
         running, group = self._running[req_id], self._groups[number]
         first = max(0, start - group.reach(start))
         if first == start:
-            return self._weights()
+            running.age = min(running.age, self._weights())
+            return
         blocks, places = self._places(running, number, first, start)
         found = np.stack([cache[blocks, places] for cache in self._caches])
         self.reads += found.size
@@ -237,4 +266,5 @@ class ModelRunner:
                 f"{req_id} reads from {group.names[0]} what is not its own, at (token, block) "
                 f"{where}; it attends to tokens {first} to {start - 1}"
             )
-        return int(ages(found).min())
+        running.age = min(running.age, int(ages(found).min()))
+        running.contents |= contents(found)
