@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock
-from xml.etree import ElementTree
 
 import pytest
 from fastapi import APIRouter
@@ -17,18 +16,14 @@ from pydantic import BaseModel
 from tests.matrix.definitions import ROW, definitions
 from tests.models.architectures import ARCHITECTURES
 from xinference_xavier import errors
-from xinference_xavier.events import Event
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.bodies import Change, PrefixBody, PrefixTerms, Question, Weights
 from xinference_xavier.serving.prefixes import add_prefix_routes
-from xinference_xavier.stats.schema import HIT_SOURCES
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 INDEX = TESTS / "README.md"
-DRAWINGS = sorted((DOCS / "images").glob("*.svg"))
-SVG = "{http://www.w3.org/2000/svg}"
 FILE = re.compile(r"(?:\w+/)*test_\w+\.py")
 
 
@@ -72,43 +67,6 @@ def test_every_reason_is_explained_and_no_other(section: str, reasons: Iterable[
     page = (DOCS / "troubleshooting.md").read_text()
     rows = re.split(r"^##", page.partition(f"{section}\n")[2], flags=re.MULTILINE)[0]
     assert sorted(re.findall(r"^\| `([^`]+)` \|", rows, re.MULTILINE)) == sorted(reasons)
-
-
-def test_every_source_of_tokens_is_explained() -> None:
-    assert all(f"`{source}`" in (DOCS / "api.md").read_text() for source in HIT_SOURCES)
-
-
-def test_every_event_that_a_hook_may_get_is_in_the_reference() -> None:
-    page = (DOCS / "python.md").read_text()
-    (listed,) = re.findall(r":members: (.+)$", page.partition("## Events and hooks")[2], re.M)
-    existing = [each.__name__ for each in (Event, *Event.__subclasses__())]
-    assert sorted(listed.split(", ")) == sorted(existing)
-
-
-def test_every_public_error_has_a_docstring() -> None:
-    """Its docstring is its entry in the reference."""
-    ours = [each for each in vars(errors).values() if isinstance(each, type)]
-    assert len(ours) > 8
-    assert all(each.__doc__ for each in ours)
-
-
-@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
-def test_drawings_have_descriptions_and_are_for_light_and_dark(drawing: Path) -> None:
-    """They have a background of their own for each, so that no theme of the reader or the system
-    makes them unreadable. They load nothing from elsewhere."""
-    root = ElementTree.parse(drawing).getroot()
-    for name in ("title", "desc"):
-        element = root.find(f"{SVG}{name}")
-        assert element is not None
-        assert element.text
-    style = root.findtext(f"{SVG}style") or ""
-    light, _, dark = style.partition("@media (prefers-color-scheme: dark)")
-    for part in (light, dark):
-        assert ".paper { fill: #" in part
-        assert re.search(r"text \{[^}]*fill: #", part)
-    used = {name for each in root.iter() for name in each.get("class", "").split()}
-    assert all(f".{name} " in light or f".{name}," in light for name in used)
-    assert "href=" not in drawing.read_text()
 
 
 # -- docs/support.md -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from xinference_xavier.config import BACKEND, ENABLE, XavierConfig, take_launch_options
-from xinference_xavier.options import BASIC, EXPERT, ONLY_UNDER_XINFERENCE, PARSERS
+from xinference_xavier.options import ONLY_UNDER_XINFERENCE, PARSERS
 
 ROOT = Path(__file__).parents[1]
 FIELD = re.compile(r"^- (?P<name>Type|Default|Range|Such as): (?P<text>.+)$", re.MULTILINE)
@@ -43,13 +43,6 @@ def options() -> dict[str, Option]:
 
 def test_the_page_has_every_option_and_no_other() -> None:
     assert list(options()) == EVERY_OPTION
-
-
-def test_the_basic_options_have_a_part_of_their_own() -> None:
-    page = (ROOT / "docs" / "options.md").read_text()
-    basic, expert = page.split("## Basic options")[1].split("## Expert options")
-    assert re.findall(r"^### `(\w+)`", basic, re.M) == [ENABLE, BACKEND, *BASIC]
-    assert re.findall(r"^### `(\w+)`", expert, re.M) == [*EXPERT]
 
 
 def test_the_page_says_what_does_nothing_without_xinference() -> None:

@@ -96,17 +96,5 @@ def test_a_bar_that_is_just_reached_is_met() -> None:
     assert bars.judge("part", {"one": 4.0, "two": 4.0})[1]["met"]
 
 
-@pytest.mark.usefixtures("two_bars")
-def test_a_table_shows_by_how_much() -> None:
-    shown = bars.markdown(bars.judge("part", {"one": 12.0, "two": 11.0}))
-    assert "| speed ≥ 10 | 11 (two) | met |" in shown
-    assert "| time ≤ 4 | 12 (one) | **missed**, 3.00 × |" in shown
-    assert shown.endswith("|\n\n")
-
-
-def test_a_part_without_bars_has_no_table() -> None:
-    assert bars.markdown(bars.judge("another", {})) == ""
-
-
 def test_every_bar_belongs_to_a_part() -> None:
     assert set(bars.BARS) <= set(PARTS)

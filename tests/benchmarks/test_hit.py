@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bars, hit
+from benchmarks import hit
 from tests.harness.engines import Asked, Prompts, whole_chunks
 
 SAMPLES = [hit.Sample(2.0, 0.050, 0.040, 0.045, 0.005 * n) for n in range(1, 6)]
@@ -44,19 +44,6 @@ def test_the_slowest_of_several_is_compared_with_a_request_that_is_alone() -> No
     assert found["computed"]["median"] == pytest.approx(1.1)
     assert (found["first_ms"]["median"], found["slowest_ms"]["median"]) == (1000, 3000)
     assert found["slowest/alone"]["median"] == pytest.approx(1.5)
-
-
-def test_every_length_of_every_mode_has_a_line_and_is_judged() -> None:
-    part: dict[str, Any] = {
-        mode: {"lengths": [hit.summary(tokens, 1 << 20, ROUNDS) for tokens in lengths]}
-        for mode, lengths in hit.MODES.items()
-    }
-    part["at_once"] = hit.of_rushes(4000, ALONE, TOGETHER)
-    text = hit.markdown(part)
-    for tokens in (tokens for lengths in hit.MODES.values() for tokens in lengths):
-        assert text.count(f"| {tokens} | ") == 2 + (tokens == 4000)
-    assert "| 2 | 4000 | 2000 (2000–2000) | 1000 " in text
-    assert len(bars.judge("hit", part)) == len(bars.BARS["hit"])
 
 
 def test_samples_of_another_transport_are_refused() -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from examples import demo
 from examples.demo import failures, launch_arguments, notes
 from examples.experiment import Answer, Measurement
 from examples.local_cluster import Completion
@@ -62,27 +61,6 @@ def test_a_wrong_answer_or_none_shared_is_a_failure(measurement: Measurement, fa
     assert failure in found
 
 
-@pytest.mark.parametrize(
-    ("measurement", "note"),
-    [
-        (replace(GOOD, remote=remote(cached_tokens=768)), "the remote hit reused 768 of 896"),
-        (replace(GOOD, remote=remote(cached_tokens=0)), "the remote hit reused 0 of 896"),
-        (replace(GOOD, remote=GOOD.remote._replace(bytes_received=0)), "0 bytes moved instead"),
-        (replace(GOOD, local=HIT._replace(cached_tokens=768)), "the local hit reused 768"),
-        (replace(GOOD, later=(HIT, COLD)), "a local hit reused 0 of 896"),
-        (replace(GOOD, remote=remote(seconds=0.6)), "a remote hit takes 2.0 × a local hit"),
-        (replace(GOOD, remote=remote(seconds=0.6)), "a remote hit takes 0.3 × a cold answer"),
-    ],
-)
-def test_what_is_less_or_slower_on_a_busy_machine_is_told_with_the_reason(
-    measurement: Measurement, note: str
-) -> None:
-    *found, reason = notes([GOOD, measurement, measurement], others=1.44)
-    assert any(note in each for each in found)
-    assert "used 1.4 of " in reason
-    assert failures([GOOD, measurement, measurement]) == []
-
-
 def test_launch_arguments_are_passed_through() -> None:
     arguments = launch_arguments(
         shlex.split("--dtype bfloat16 --max-model-len 4096 --xavier_fetch_timeout 2.5 --n_gpu none")
@@ -92,13 +70,6 @@ def test_launch_arguments_are_passed_through() -> None:
     assert arguments["xavier_fetch_timeout"] == 2.5
     assert arguments["n_gpu"] is None
     assert arguments["enable_xavier"] is True
-
-
-def test_on_gpus_two_replicas_fit_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "ON_CPU", False)
-    arguments = launch_arguments([])
-    assert arguments["n_gpu"] == 1
-    assert 2 * arguments["gpu_memory_utilization"] < 1
 
 
 @pytest.mark.parametrize(

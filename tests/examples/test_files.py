@@ -101,29 +101,9 @@ def test_prometheus_scrapes_the_supervisor(compose: dict[str, Any]) -> None:
 DEPLOY = EXAMPLES / "deploy"
 
 
-def test_containers_share_a_hosts_memory_and_network() -> None:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    assert services.keys() == {"local", "supervisor", "worker"}
-    for name, service in services.items():
-        assert service["network_mode"] == "host"
-        assert name in service["command"]
-        has_gpus = "deploy" in service
-        assert has_gpus == (name != "supervisor")
-
-
 def test_the_image_is_the_one_of_the_documentation() -> None:
     page = (ROOT / "docs" / "deployment.md").read_text()
     assert f"```dockerfile\n{(DEPLOY / 'Dockerfile').read_text()}```" in page
-
-
-def test_a_worker_pod_has_all_gpus_and_the_supervisor_none() -> None:
-    values = yaml.safe_load((DEPLOY / "helm-values.yaml").read_text())
-    gpus = {
-        name: values[name][part]["resources"][kind]["nvidia.com/gpu"]
-        for name, part in (("xinferenceSupervisor", "supervisor"), ("xinferenceWorker", "worker"))
-        for kind in ("requests", "limits")
-    }
-    assert gpus == {"xinferenceSupervisor": "0", "xinferenceWorker": "8"}
 
 
 def test_the_charts_unquoted_values_are_strings() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.documents import document, prompt, questions
-from examples.make_model import CONTEXT, Shape, make_model
+from examples.make_model import make_model
 
 Predict = Callable[[list[int]], torch.Tensor]
 
@@ -43,13 +43,6 @@ def test_two_runs_write_the_same_bytes_and_nothing_else(model_folder: Path, tmp_
     assert [entry.name for entry in tmp_path.iterdir()] == ["again"]
 
 
-def test_a_model_that_is_there_is_kept(model_folder: Path) -> None:
-    before = (model_folder / "model.safetensors").stat()
-    make_model(model_folder)
-    after = (model_folder / "model.safetensors").stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
 def test_a_folder_with_something_else_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "letter").write_text("Dear reader")
     with pytest.raises(FileExistsError, match="name another folder"):
@@ -62,42 +55,6 @@ def test_a_model_of_another_recipe_is_made_again(model_folder: Path, tmp_path: P
     old.mkdir()
     (old / "recipe.json").write_text('{"recipe": 0}')
     assert digests(make_model(old)) == digests(model_folder)
-
-
-def test_without_a_tokenizer_it_has_the_same_weights(model_folder: Path, tmp_path: Path) -> None:
-    bare = digests(make_model(tmp_path / "bare", tokenizer=False))
-    whole = digests(model_folder)
-    assert "tokenizer.json" not in bare
-    assert bare["model.safetensors"] == whole["model.safetensors"]
-    assert bare["config.json"] == whole["config.json"]
-
-
-def test_a_model_of_another_shape(tmp_path: Path) -> None:
-    shape = Shape(128, 2, 2, 1, 192)
-    folder = make_model(tmp_path / "tiny", shape, tokenizer=False)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert len(model.model.layers) == 2
-    assert model.model.layers[0].self_attn.k_proj.weight.shape == (64, 128)
-
-
-def test_the_tokenizer_loses_nothing(model_folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    for text in (document(1, 5), "Übergrößenträger 你好 🙂\n\tx", "<|im_start|>user\nhi<|im_end|>"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_chat_template_ends_where_the_assistant_begins(model_folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    turns = [{"role": "user", "content": "hi"}]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_documents_have_the_lengths_that_the_demo_names(
-    tokens: Callable[[str], list[int]],
-) -> None:
-    assert 4_500 < len(tokens(document(1, 100))) < 5_500
-    assert 11_000 < len(tokens(document(1, 240))) < 13_000 < CONTEXT
 
 
 @pytest.mark.process

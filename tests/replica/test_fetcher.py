@@ -99,33 +99,6 @@ def test_rows_arrive_byte_for_byte(
 
 
 @pytest.mark.process
-def test_fetched_rows_are_published(
-    all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, bob: ReplicaProcess
-) -> None:
-    third = all_replicas["checked"]
-    keys = stored(bob, alice, count=2)
-    bob.fetch("alice", keys, TIMEOUT)
-    wait_until_known(alice, bob, keys)
-    wait_until_known(third, bob, keys)
-    assert third.fetch("bob", keys, TIMEOUT).committed == 2
-
-
-@pytest.mark.process
-def test_two_replicas_fetch_from_each_other_at_the_same_time(
-    alice: ReplicaProcess, bob: ReplicaProcess
-) -> None:
-    hers, his = stored(bob, alice, count=8), stored(alice, bob, count=8)
-    fetches = [
-        alice.begin("fetch", "bob", his, TIMEOUT),
-        bob.begin("fetch", "alice", hers, TIMEOUT),
-    ]
-    assert [fetch.result().committed for fetch in fetches] == [8, 8]
-    assert alice.wrong_rows() == bob.wrong_rows() == []
-    assert_clean(alice, bob)
-    assert_clean(bob, alice)
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("check", ["checked", "unchecked"])
 def test_a_row_damaged_in_transit_never_becomes_a_hit(
     all_replicas: dict[str, ReplicaProcess], alice: ReplicaProcess, check: str

@@ -93,15 +93,6 @@ def assert_recovers(scene: Scene, outcome: Outcome, keys: list[bytes]) -> None:
     assert scene.consumer.wrong_rows() == []
 
 
-def test_a_stalled_donor(scene: Scene) -> None:
-    keys = stored(scene.consumer, scene.stalling, scene.plain)
-    outcome = scene.consumer.fetch("stalling", keys, SHORT)
-    assert outcome.reason == "timeout"
-    assert outcome.seconds < SHORT + GRACE
-    assert_recovers(scene, outcome, keys)
-    wait_until(lambda: is_free(scene.stalling), "the grant is released")
-
-
 def test_stats_show_rows_in_flight_and_bytes_by_donor(scene: Scene) -> None:
     keys = stored(scene.consumer, scene.stalling, scene.plain)
     received = scene.consumer.stats()["received_from"].get("plain", 0)

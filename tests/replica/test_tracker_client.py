@@ -237,10 +237,6 @@ async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(peers: P
     assert a.mirror.known_holders(K2) == ()
 
 
-async def test_what_was_there_before_joining_is_published_too(peers: Peers) -> None:
-    await peers.start_two(K1)
-
-
 async def test_keys_queued_together_travel_as_one_publication_with_their_net_effect(
     peers: Peers,
 ) -> None:
@@ -425,30 +421,6 @@ async def test_a_tracker_is_found_where_it_is_now(peers: Peers) -> None:
         await elsewhere.stop()
 
 
-async def test_a_new_tracker_does_not_make_peers_look_dead(peers: Peers) -> None:
-    """It does not know the living peers yet; a donor must not take back its grants."""
-    a, b = await peers.start("a"), await peers.start("b", K1)
-    await a.sees(K1, "b")
-    await b.crash()
-    await peers.lose_tracker()
-    await peers.new_tracker()
-    await a.mirror.until(lambda mirror: not mirror.peers.members)
-    assert {*a.mirror.peers} == {"b"}
-
-
-async def test_after_a_lease_a_new_tracker_is_believed(
-    peers: Peers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "WATCH", 0.05)
-    a = await peers.start("a")
-    b = await peers.start("b", K1)
-    await a.sees(K1, "b")
-    await b.crash()
-    await peers.lose_tracker()
-    await peers.new_tracker(lease=0.5, tick=0.05)
-    await a.mirror.until(lambda mirror: not mirror.peers)
-
-
 async def test_a_crashed_replica_is_gone_when_its_lease_ends(peers: Peers) -> None:
     await peers.lose_tracker()
     await peers.new_tracker(lease=0.5, tick=0.05)
@@ -542,15 +514,6 @@ async def test_sharing_can_be_switched_off_and_on(peers: Peers) -> None:
         await b.mirror.until(
             lambda mirror, enabled=enabled: mirror.holders(K1) == (("a",) if enabled else ())
         )
-
-
-async def test_namespaces_never_see_each_others_keys(peers: Peers) -> None:
-    a = await peers.start("a", K1)
-    await peers.start("b", K2, namespace="other")
-    c = await peers.start("c", namespace="other")
-    await c.sees(K2, "b")
-    assert (c.mirror.known_holders(K1), c.mirror.peers.members) == ((), {"b"})
-    assert (a.mirror.known_holders(K2), len(a.mirror)) == ((), 0)
 
 
 async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) -> None:

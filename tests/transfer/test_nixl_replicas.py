@@ -1,8 +1,6 @@
 """Replicas over NIXL, by TCP: a donor that stops in the middle of a read or dies, a consumer that
 dies, and strangers cost at most a transfer process; no late byte meets a row that was reused."""
 
-import signal
-import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +17,6 @@ from tests.harness.replicas import (
     stored,
     wait_until,
 )
-from tests.transfer.test_strangers import HOST, PATIENCE, noises, ports
 
 pytestmark = pytest.mark.process
 
@@ -71,24 +68,3 @@ def test_a_read_that_does_not_end_ends_with_its_process(scene: Scene) -> None:
     assert_they_share(scene)
     wait_until(lambda: len(scene.consumer.held()) >= len(others), "all have their checksums")
     assert scene.consumer.wrong_rows() == []
-
-
-@pytest.mark.parametrize("killed", ["donor", "consumer"])
-def test_a_process_that_is_killed_is_replaced(scene: Scene, killed: str) -> None:
-    assert_they_share(scene)
-    replica = scene.donor if killed == "donor" else scene.consumer
-    before = restarts(replica)
-    replica.send_signal(signal.SIGKILL, "transfer")
-    wait_until(lambda: restarts(replica) > before, "another process has started")
-    assert_they_share(scene)
-
-
-def test_noise_on_its_port_disturbs_nobody(scene: Scene) -> None:
-    assert_they_share(scene)
-    transfer = scene.donor.stats()["transfer_pid"]
-    for port in ports(transfer):
-        for noise in noises():
-            with socket.create_connection((HOST, port), PATIENCE) as knocking:
-                knocking.sendall(noise)
-    assert_they_share(scene)
-    assert scene.donor.stats()["transfer_pid"] == transfer
