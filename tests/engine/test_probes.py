@@ -514,31 +514,50 @@ class Core:
 class TestEngine:
     """vLLM's own scheduler computes the probes that the engine gives itself."""
 
-    @pytest.fixture
-    def engine(self, make_engine: MakeEngine) -> Engine:
-        return make_engine(chunk_tokens=2 * BLOCK_TOKENS)
-
-    @pytest.mark.parametrize("groups", [1, 2])
-    def test_it_computes_both_canaries_by_itself(
-        self, make_engine: MakeEngine, cache_config: KVCacheConfig, groups: int
-    ) -> None:
-        """Whole ones, also with a sliding window."""
-        cache_config.num_blocks *= groups
-        if groups == 2:
+    @pytest.fixture(params=[1, 2])
+    def engine(
+        self, request: pytest.FixtureRequest, make_engine: MakeEngine, cache_config: KVCacheConfig
+    ) -> Engine:
+        """With two groups, one of them has a sliding window."""
+        cache_config.num_blocks *= request.param
+        if request.param == 2:
             slide_one_layer(cache_config, 2 * BLOCK_TOKENS)
         engine = make_engine(chunk_tokens=2 * BLOCK_TOKENS)
-        engine.own.manager.probes._sketcher = Samples(groups)  # type: ignore[assignment]
-        core = Core(engine)
-        probes = engine.own.manager.probes
+        probes, samples = engine.own.manager.probes, Samples(request.param)
+        assert probes.audits is not None
+        probes._sketcher = probes.audits._sketcher = samples  # type: ignore[assignment]
+        return engine
+
+    def work(self, engine: Engine, times: int) -> list[ProbeResult]:
+        """Compute so many probes."""
+        core, probes = Core(engine), engine.own.manager.probes
         probes._requests = OwnRequests(core)
-        found: list[str] = []
-        for _ in range(4):
-            found += [each.name for each in probes.work() if isinstance(each, Computed)]
+        found: list[ProbeResult] = []
+        for _ in range(times):
+            found += probes.work()
             for request, _ in core.take():
                 engine.scheduler.add_request(request)
             engine.run()
+        return [*found, *probes.work()]
+
+    def test_it_computes_both_canaries_by_itself(self, engine: Engine) -> None:
+        found = [each.name for each in self.work(engine, 2) if isinstance(each, Computed)]
         # Half of the KV cache is seven blocks.
         assert found == ["canary/64", "canary/192"]
+        assert_nothing_left(engine.own)
+
+    @pytest.mark.parametrize("deep", [False, True])
+    def test_it_audits_what_it_has_loaded(self, engine: Engine, deep: bool) -> None:
+        self.work(engine, 2)
+        audits = engine.own.manager.probes.audits
+        assert audits is not None
+        audits._next = audits._next_candidate = 0.0
+        audits._can_audit, audits._deep, audits._choose = lambda _: True, deep, max
+        for name in ("computes", "loads"):
+            engine.ask(name, range(300, 500), tokens=2)
+            engine.run()
+            engine.forget()
+        assert self.work(engine, 1) == [Audited(None, None)]
         assert_nothing_left(engine.own)
 
     def test_it_takes_none_before_it_is_made_or_while_it_is_paused(self, engine: Engine) -> None:
