@@ -28,7 +28,7 @@ from xinference_xavier.pool.region import COPY_THREADS
 from xinference_xavier.replica import disk as replica_disk
 from xinference_xavier.replica.disk import Disk
 
-RUNS = 40
+RUNS = 24
 LONG_TESTS, LONG_RUNS = 20, 150
 ENOUGH = 30
 """Runs among which one notices each mutation."""
