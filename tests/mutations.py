@@ -418,16 +418,6 @@ MUTATIONS = (
         "whoever finds a transfer process gets rows, of whichever model",
         ("tests/transfer/test_sender.py",),
     ),
-    Mutation(
-        "tracker/namespaces.py",
-        "        try:\n"
-        "            yield min(timeout, MAX_WATCH)\n"
-        "        finally:\n"
-        "            self.count -= 1\n",
-        "        yield min(timeout, MAX_WATCH)\n        self.count -= 1\n",
-        "watches that are abandoned count for ever, until the tracker refuses all",
-        ("tests/tracker/test_actor.py",),
-    ),
     # -- routing and roles ---------------------------------------------------------------------
     Mutation(
         "routing/forecast.py",

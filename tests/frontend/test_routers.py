@@ -4,7 +4,8 @@ import asyncio
 import math
 from typing import Any
 
-from tests.tracker_pools import MODEL as TRACKED
+import xoscar as xo
+
 from tests.tracker_pools import let_others_run
 from tests.world.world import MODEL, REPORTS, Answer, Tracker, World, in_world, text
 from xinference_xavier.errors import NotFoundError
@@ -146,16 +147,34 @@ async def test_a_model_that_has_ended_is_forgotten(world: World) -> None:
     assert world.router is not before
 
 
-async def test_a_router_that_ends_leaves_no_watch_open(tracker: Any) -> None:
-    """A real tracker counts them."""
+class Watched(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
+    """Its observers wait for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches = 0
+
+    async def observe(self, *_: object) -> None:
+        self._watches += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._watches -= 1
+
+    async def watches(self) -> int:
+        return self._watches
+
+
+async def test_a_router_that_ends_leaves_no_watch_open(pool: Any) -> None:
+    tracker = await xo.create_actor(Watched, address=pool.external_address, uid="watched")
 
     async def find(model_uid: str) -> Any:
         return tracker
 
     routers = Routers(find)
-    routers.get(TRACKED)
+    routers.get(MODEL)
     async with asyncio.timeout(30):
-        while (await tracker.status())["watches"] != 1:
+        while await tracker.watches() != 1:
             await let_others_run()
     await routers.close()
-    assert (await tracker.status())["watches"] == 0
+    assert await tracker.watches() == 0

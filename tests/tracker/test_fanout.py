@@ -42,9 +42,6 @@ class Replica(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
             await asyncio.Event().wait()
         return self._stats
 
-    async def set_weights_version(self, version: str) -> bool:
-        return True
-
 
 CHANGES = pytest.mark.parametrize(
     ("method", "before", "after"), [("set_enabled", False, True), ("set_routing", "off", "auto")]
@@ -206,22 +203,6 @@ async def test_status_falls_back_to_the_last_heartbeat(
     await tracker.heartbeat(NAMESPACE, "a", {"requests": 1})
     (replica,) = (await tracker.status())["namespaces"][NAMESPACE]["replicas"]
     assert replica["stats"] == {"requests": 1, "stale": True}
-
-
-async def test_the_weights_version_reaches_a_replica_between_two_namespaces(
-    pool: Any, tracker: Any
-) -> None:
-    """It has left one and not joined the other yet. A replica that left for good is not called."""
-    address = pool.external_address
-    moving, gone = Member("moving", address), Member("gone", address)
-    await xo.create_actor(Replica, {}, address=address, uid=replica_uid("moving"))
-    await join(tracker, moving, gone)
-    await tracker.leave(NAMESPACE, "moving", True)
-    await tracker.leave(NAMESPACE, "gone")
-    outcome = await tracker.set_weights_version("2")
-    assert outcome == {"joined": ["moving"], "not_reset": [], "unreachable": []}
-    await join(tracker, moving, namespace="other")
-    assert (await tracker.set_weights_version("2"))["joined"] == ["moving"], "asked once"
 
 
 async def test_a_long_answer_needs_none_of_the_default_threads(

@@ -208,7 +208,7 @@ class TestTracker:
         await self.join(tracker, B, report(short=1.0))
         for _ in range(2):
             await self.join(tracker, A, report(short=2.0))
-            await tracker.leave(NS, "a", moving=True)
+            await tracker.join("other", A, 4, Settings())
             update = await tracker.watch(NS, "b", "", 0, 0.0)
             assert [(each.incarnation, each.comparison.reason) for each in update.differing] == [
                 ("a", "layer 1 by 50%")
@@ -251,7 +251,6 @@ class TestSplit:
             reply = await tracker.join(namespace, member, 4, Settings(), report=canaries)
             if not reply.comparison.namespace:
                 return namespace
-            await tracker.leave(namespace, name, moving=True)
             namespace = reply.comparison.namespace
 
     async def test_each_finds_its_like(self, tracker: BlockTracker) -> None:

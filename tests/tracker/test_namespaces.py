@@ -24,18 +24,13 @@ def join(namespaces: Namespaces, namespace: str, *members: Member, now: float = 
         namespaces.join(namespace, member, 4, now)
 
 
-async def test_members_and_namespaces_are_bounded(
-    namespaces: Namespaces, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_members_are_bounded(namespaces: Namespaces, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces_module, "MAX_MEMBERS", 2)
     join(namespaces, "one", A, B, A)
     with pytest.raises(TrackerFullError, match="replica 'c' exceeds the 2 of model"):
-        join(namespaces, "one", C)
-    namespaces.leave("one", "b", moving=False, now=0.0)
-    monkeypatch.setattr(namespaces_module, "LIMIT", 1)
-    with pytest.raises(TrackerFullError, match="namespace 'other' exceeds the 1 of model"):
-        join(namespaces, "other", B)
-    assert namespaces.all_members() == [A]
+        join(namespaces, "other", C)
+    join(namespaces, "other", B)
+    assert namespaces.all_members() == [A, B]
 
 
 async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespaces) -> None:
@@ -47,57 +42,26 @@ async def test_a_namespace_lives_as_long_as_its_last_member(namespaces: Namespac
     assert namespaces.find("one") is None
     namespaces.extend_leases(3.0)
     assert namespaces.expire(17.9) == []
-    namespaces.leave("two", "b", moving=False, now=18.0)
+    namespaces.leave("two", "b")
     assert not namespaces.items()
 
 
-async def test_a_moving_replica_belongs_to_the_model_and_is_lost_unless_it_joins_in_time(
+async def test_who_joins_another_namespace_leaves_the_first_one_and_is_not_lost(
     namespaces: Namespaces,
 ) -> None:
-    join(namespaces, "old", A, B)
-    join(namespaces, "old", C, now=5.0)
-    for name in ("a", "b", "b"):  # a farewell may be repeated
-        namespaces.leave("old", name, moving=True, now=1.0)
-    assert namespaces.all_members() == [C]
-    join(namespaces, "new", A._replace(serves=False), now=2.0)
-    namespaces.find_member("new", "a").index.set_serving("a", True)
-    assert namespaces.members_and_moving() == [C, A, B]
-    assert namespaces.expire(10.9) == []
-    assert namespaces.members_and_moving() == [C, A, B]
-    assert namespaces.expire(11.0) == ["b"]
-    assert namespaces.expire(11.5) == [], "once"
-    assert namespaces.members_and_moving() == [C, A]
+    join(namespaces, "old", A, B, C)
+    join(namespaces, "new", A, C, now=5.0)
+    assert namespaces.expire(10.0) == ["b"]
+    assert list(dict(namespaces.items())) == ["new"]
+    assert namespaces.all_members() == [A, C]
 
 
-async def test_one_that_leaves_for_good_meanwhile_is_not_lost(namespaces: Namespaces) -> None:
+async def test_who_is_refused_elsewhere_stays_where_it_was(namespaces: Namespaces) -> None:
     join(namespaces, "old", A)
-    namespaces.leave("old", "a", moving=True, now=1.0)
-    namespaces.leave("new", "a", moving=False, now=2.0)
-    assert namespaces.members_and_moving() == []
-    assert namespaces.expire(60.0) == []
-
-
-async def test_a_pause_of_the_tracker_gives_a_moving_replica_more_time(
-    namespaces: Namespaces,
-) -> None:
-    join(namespaces, "old", A)
-    namespaces.leave("old", "a", moving=True, now=1.0)
-    namespaces.extend_leases(60.0)
-    assert namespaces.expire(62.0) == []
-    assert namespaces.expire(71.0) == ["a"]
-
-
-async def test_a_replica_that_is_in_another_namespace_by_now_is_not_lost(
-    namespaces: Namespaces,
-) -> None:
-    """Its farewell to the old one did not arrive, or arrived late."""
-    join(namespaces, "old", A, B)
-    join(namespaces, "new", A, B, now=5.0)
-    namespaces.leave("old", "b", moving=True, now=6.0)
-    assert namespaces.expire(10.0) == []
+    join(namespaces, "new", B)
+    with pytest.raises(ValueError, match="keys of 5 bytes"):
+        namespaces.join("new", A, 5, 0.0)
     assert namespaces.all_members() == [A, B]
-    join(namespaces, "new", A, B, now=12.0)
-    assert namespaces.expire(16.0) == []
 
 
 def wait_for(batcher: WatcherBatcher) -> asyncio.Task[None]:

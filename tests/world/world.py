@@ -293,7 +293,7 @@ class Replica(Elsewhere):
     def leave(self) -> None:
         self._reporting.cancel()
         tracker = self._world.tracker
-        tracker.namespaces.leave("n", self.incarnation, False, tracker.now())
+        tracker.namespaces.leave("n", self.incarnation)
         tracker.observers.forget(self.incarnation)
 
     def silence(self) -> None:

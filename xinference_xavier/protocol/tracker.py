@@ -40,7 +40,7 @@ class NotMemberError(LookupError):
 
 
 class TrackerFullError(RuntimeError):
-    """One more namespace, member or watch would exceed the tracker's limits."""
+    """One more member would exceed the tracker's limit."""
 
 
 _T = TypeVar("_T")

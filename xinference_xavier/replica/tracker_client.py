@@ -166,8 +166,6 @@ class TrackerClient:
             if namespace == self._namespace.current:
                 with suppress(TimeoutError):
                     await within(backoff.pause(), self._leaving.wait())
-            if namespace != self._namespace.current:
-                await self._send_leave(namespace, moving=True)
 
     async def claim(self, claim: Claim) -> None:
         """Ask the tracker who computes `claim`. Without an answer in time, it is ours."""
@@ -194,7 +192,7 @@ class TrackerClient:
         """Stop being a member, within a second; `run` returns."""
         self._leaving.set()
         await self._namespace.end_session()
-        await self._send_leave(self._namespace.current)
+        await self._send_leave()
 
     # A session
 
@@ -302,11 +300,11 @@ class TrackerClient:
                 logger.exception("stats failed: incarnation=%s", self._incarnation)
             return {}
 
-    async def _send_leave(self, namespace: str, moving: bool = False) -> None:
+    async def _send_leave(self) -> None:
         if self._tracker is None:
             return
         try:
-            call = self._tracker.leave(namespace, self._incarnation, moving)
+            call = self._tracker.leave(self._namespace.current, self._incarnation)
             await within(LEAVE_DEADLINE, call)
         except Exception as error:
             self.counts.failures += 1

@@ -576,13 +576,10 @@ class ReplicaStatus(ReplicaStats):
 
 @dataclass
 class TrackerStats:
-    """`watches` are calls that wait for news now."""
-
     dropped: int = metric(
         "tracker_dropped_chunks_total",
         "Chunks that the tracker does not list because a replica published too many.",
     )
-    watches: int = 0
 
 
 @dataclass

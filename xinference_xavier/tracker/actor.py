@@ -5,7 +5,7 @@ Threading: everything runs on the event loop of the actor's pool, and calls inte
 they await: in `watch`, in `observe` and in calls to replicas. What replicas report is checked as
 far as it could harm the others: its version, its lengths, what routers and status pages read.
 
-Errors: ValueError for a malformed report, TrackerFullError beyond the limits, NotMemberError for a
+Errors: ValueError for a malformed report, TrackerFullError beyond the limit, NotMemberError for a
 replica that has to join first.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import xoscar as xo
+from cachetools import LRUCache
 
 from xinference_xavier.errors import ConfigError, NamesError
 from xinference_xavier.events import (
@@ -31,6 +32,7 @@ from xinference_xavier.events import (
     SharingSwitched,
     load_hook,
 )
+from xinference_xavier.limits import LIMIT
 from xinference_xavier.protocol.load import (
     Drain,
     Load,
@@ -62,16 +64,17 @@ from xinference_xavier.tracker.log import (
     EventLog,
     EventRecord,
     Membership,
-    StartupErrors,
     call_hook,
 )
 from xinference_xavier.tracker.names import Names
 from xinference_xavier.tracker.names_file import Prefix
-from xinference_xavier.tracker.namespaces import Namespaces, WatchLimit
+from xinference_xavier.tracker.namespaces import Namespaces
 from xinference_xavier.tracker.observers import Observers
 
 logger = logging.getLogger(__name__)
 
+MAX_STARTUP_ERROR = 2000
+"""Characters kept of why a replica did not start."""
 _SUPERVISOR_UID = "supervisor"
 _MAX_THREADS = 32
 """They start on demand. A child process that is restarted occupies three of them."""
@@ -113,10 +116,10 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._secret = os.urandom(32)
         self._namespaces = Namespaces(model_uid, lease=lease, max_keys=max_keys)
         self._membership = Membership(model_uid)
-        self._startup_errors = StartupErrors()
+        # The first cause for each replica, of which later ones may be consequences.
+        self._startup_errors: LRUCache[str, str] = LRUCache(LIMIT)
         self._observers = Observers(self._namespaces, self._membership.name_of, clock)
         self._keeper = None if home is None else self._make_keeper(Names(home, model_uid, clock))
-        self._watch_limit = WatchLimit()
         self._history = History()
         self._events = EventLog()
         self._hook = None if hooks is None else _loaded(hooks)
@@ -181,7 +184,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         if settings.version > self._namespaces.settings.version:
             # What an earlier tracker would have put back has ended with it.
             self._namespaces.configure(settings.put_back())
-        self._startup_errors.pop(replica)
+        self._startup_errors.pop(replica, None)
         event = self._membership.joined(replica, member)
         if event is not None:
             self._events.add(event)
@@ -230,15 +233,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
             found.index.set_serving(incarnation, serves)
             found.wake()
 
-    async def leave(self, namespace: str, incarnation: str, moving: bool = False) -> None:
-        """End a membership. `moving` announces that the replica will join another namespace."""
-        self._namespaces.leave(namespace, incarnation, moving, self._clock())
-        if not moving:
-            self._observers.forget(incarnation)
+    async def leave(self, namespace: str, incarnation: str) -> None:
+        """End a membership. Who only changes its namespace joins the other one instead."""
+        self._namespaces.leave(namespace, incarnation)
+        self._observers.forget(incarnation)
 
     async def report_startup_error(self, replica: str, cause: str) -> None:
         """Keep why the engine of `replica` (xinference's name for it) could not start."""
-        self._startup_errors.record(replica, cause)
+        self._startup_errors.setdefault(replica, cause[:MAX_STARTUP_ERROR])
 
     # What replicas report: holdings
 
@@ -269,8 +271,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
         Raises NotMemberError, also if the lease ends meanwhile.
         """
-        with self._watch_limit.admit(timeout) as seconds:
-            return await self._namespaces.watch(namespace, incarnation, epoch, revision, seconds)
+        return await self._namespaces.watch(namespace, incarnation, epoch, revision, timeout)
 
     async def claim(self, namespace: str, incarnation: str, keys: bytes, seconds: float) -> int:
         """Announce that `incarnation` is about to compute the packed `keys` of a prefix.
@@ -297,7 +298,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         return {
             "model_uid": self._model_uid,
             "enabled": self._namespaces.settings.enabled,
-            "watches": self._watch_limit.count,
             "dropped": sum(each.index.dropped for _, each in self._namespaces.items()),
             "namespaces": await fanout.namespaces_status(
                 self._namespaces,
@@ -319,8 +319,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """What is new for a router since `revision` of `epoch`, and since `version` of the loads;
         at the latest after `timeout` seconds. Raises ActorNotExist if this tracker ends meanwhile.
         """
-        with self._watch_limit.admit(timeout) as seconds:
-            found = await self._observers.wait(epoch, revision, version, seconds)
+        found = await self._observers.wait(epoch, revision, version, timeout)
         self._check_alive()
         return found
 
@@ -411,8 +410,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
 
     async def set_weights_version(self, version: str) -> dict[str, list[str]]:
         """Tell every replica which version its weights are; see `fanout.set_weights_version`."""
-        members = self._namespaces.members_and_moving()
-        return await fanout.set_weights_version(members, version)
+        return await fanout.set_weights_version(self._namespaces.all_members(), version)
 
     async def flush(self) -> dict[str, list[str]]:
         """Make every replica drop what it holds; see `fanout.flush_all`."""
@@ -423,7 +421,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def pop_startup_error(self, replica: str) -> str | None:
         """Return, once, why the engine of `replica` could not start; None if nothing was
         reported."""
-        return self._startup_errors.pop(replica)
+        return self._startup_errors.pop(replica, None)
 
     # Named prefixes, by tenant and name: see `Keeper`, whose errors these raise, too
 

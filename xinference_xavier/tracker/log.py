@@ -1,7 +1,7 @@
 """What happened to a model's replicas, and the latest events of its sharing.
 
-`Membership` is who joined, left and returned, `StartupErrors` why some never started. `EventLog`
-numbers the events for readers that ask for new ones. `call_hook` waits for them.
+`Membership` is who joined, left and returned. `EventLog` numbers the events for readers that ask
+for new ones. `call_hook` waits for them.
 
 Runs on the tracker's event loop, the operator's function on a thread. Bounded: the oldest entries
 are dropped.
@@ -31,9 +31,6 @@ from xinference_xavier.runtime.aio import DaemonThreads
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
-
-MAX_STARTUP_ERROR = 2000
-"""Characters kept of why a replica did not start."""
 
 
 class Membership:
@@ -71,21 +68,6 @@ class Membership:
         name = self.name_of(incarnation)
         self._lost[name] = incarnation
         return ReplicaLost(model_uid=self._model_uid, replica=name, incarnation=incarnation)
-
-
-class StartupErrors:
-    """Why replicas did not start: the first `LIMIT` that nobody has asked for."""
-
-    def __init__(self) -> None:
-        self._causes: dict[str, str] = {}
-
-    def record(self, replica: str, cause: str) -> None:
-        """Keep `cause` unless there is an earlier one, of which it may be a consequence."""
-        if len(self._causes) < LIMIT or replica in self._causes:
-            self._causes.setdefault(replica, cause[:MAX_STARTUP_ERROR])
-
-    def pop(self, replica: str) -> str | None:
-        return self._causes.pop(replica, None)
 
 
 MAX_EVENTS = 200

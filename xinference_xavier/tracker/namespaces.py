@@ -9,11 +9,10 @@ and are sent together: sending an update costs the tracker far more than the key
 
 import asyncio
 import contextlib
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Mapping
 from itertools import chain, count
 from typing import Any
 
-from xinference_xavier.limits import LIMIT
 from xinference_xavier.protocol.sketches import Canaries, unpack_canaries
 from xinference_xavier.protocol.tracker import (
     NO_CANARIES,
@@ -36,10 +35,6 @@ SPACING_PER_WATCHER = 0.0005
 """Seconds between two notifications, for each watcher. Twice what an update costs the tracker's
 loop (0.25 ms), so that watchers take at most half of it and publishers find it free: 16 watchers
 learn of a change within 8 ms, 64 within 32."""
-MAX_WATCHES = 4 * MAX_MEMBERS
-"""Concurrent watches. Each member has one, and for a moment those that it has abandoned."""
-MAX_WATCH = 60.0
-"""A watch waits at most this many seconds, whatever it asks for."""
 
 
 class WatcherBatcher:
@@ -75,27 +70,6 @@ class WatcherBatcher:
             async with asyncio.timeout(timeout):
                 while self.pending or not has_news():
                     await self._notified.wait()
-
-
-class WatchLimit:
-    """`count` watches wait now, at most `MAX_WATCHES`."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @contextlib.contextmanager
-    def admit(self, timeout: float) -> Iterator[float]:
-        """Count one more watch, and yield the seconds that it may wait. Raises TrackerFullError
-        beyond the limit."""
-        if self.count >= MAX_WATCHES:
-            raise TrackerFullError(
-                f"{MAX_WATCHES} watches of this model are open; find the client that opens them"
-            )
-        self.count += 1
-        try:
-            yield min(timeout, MAX_WATCH)
-        finally:
-            self.count -= 1
 
 
 class Namespace:
@@ -152,8 +126,6 @@ class Namespaces:
         self._lease = lease
         self._max_keys = max_keys
         self._all: dict[str, Namespace] = {}
-        # Between two namespaces, until this time at most; by incarnation.
-        self._moving: dict[str, tuple[Member, float]] = {}
 
     def items(self) -> ItemsView[str, Namespace]:
         return self._all.items()
@@ -178,11 +150,6 @@ class Namespaces:
     def all_members(self) -> list[Member]:
         return [member for each in self._all.values() for member in each.index.members()]
 
-    def members_and_moving(self) -> list[Member]:
-        """`all_members`, and the replicas that have left one namespace to join another."""
-        moving = (member for member, _ in self._moving.values())
-        return list(dict.fromkeys([*self.all_members(), *moving]))
-
     def join(
         self,
         name: str,
@@ -191,20 +158,21 @@ class Namespaces:
         now: float,
         report: CanaryReport = NO_CANARIES,
     ) -> Index:
-        """Like `Index.join`; also raises TrackerFullError beyond the limits, and ValueError for
-        malformed canaries."""
+        """Like `Index.join`; who joins leaves the namespace that it was in before. Also raises
+        TrackerFullError beyond the limit, and ValueError for malformed canaries."""
         canaries = unpack_canaries(report.packed)
-        namespace = self._all.get(name) or self._create(name)
-        is_new = member.incarnation not in namespace.index
-        if is_new and sum(len(each.index) for each in self._all.values()) >= MAX_MEMBERS:
+        namespace = self._all.get(name) or self._create()
+        present = {each.incarnation for each in self.all_members()} - {member.incarnation}
+        if len(present) >= MAX_MEMBERS:
             raise TrackerFullError(
                 f"replica {member.incarnation!r} exceeds the {MAX_MEMBERS} of model "
                 f"{self._model_uid!r}; launch a second model uid"
             )
         namespace.index.join(member, key_bytes, now)  # first: who is refused sets no example
         self._all[name] = namespace
+        for former in self._all.keys() - {name}:
+            self.leave(former, member.incarnation)
         self._compare(name, member.incarnation, canaries, report.cannot)
-        self._moving.pop(member.incarnation, None)
         return namespace.index
 
     def compare(self, name: str, incarnation: str, report: CanaryReport) -> Comparison:
@@ -246,46 +214,25 @@ class Namespaces:
         names = chain([base], (f"{base}{SPLIT}{number}" for number in count(1)))
         return next(other for other in names if other not in self._all)
 
-    def leave(self, name: str, incarnation: str, moving: bool, now: float) -> None:
+    def leave(self, name: str, incarnation: str) -> None:
         namespace = self.find(name)
-        member = None if namespace is None else namespace.index.leave(incarnation)
-        if not moving:
-            self._moving.pop(incarnation, None)
-        elif member is not None:
-            self._moving[incarnation] = (member, now + self._lease)
-        if namespace is not None:
+        if namespace is not None and namespace.index.leave(incarnation):
             self._departed(name, [incarnation])
 
     def extend_leases(self, seconds: float) -> None:
         for namespace in self._all.values():
             namespace.index.extend_leases(seconds)
-        self._moving = {
-            name: (member, end + seconds) for name, (member, end) in self._moving.items()
-        }
 
     def expire(self, now: float) -> list[str]:
-        """End the leases that have run out. Return the incarnations that are nowhere any more,
-        among them those that left a namespace and did not join another."""
-        lost = [name for name, (_, end) in self._moving.items() if now >= end]
-        for incarnation in lost:
-            del self._moving[incarnation]
-        self._moving = {
-            incarnation: (member, min(end, now + self._lease))
-            for incarnation, (member, end) in self._moving.items()
-        }
+        """End the leases that have run out. Return the incarnations."""
+        lost: list[str] = []
         for name, namespace in list(self._all.items()):
             if expired := namespace.index.expire(now):
                 self._departed(name, expired)
                 lost += expired
-        present = {member.incarnation for member in self.all_members()} if lost else set()
-        return [incarnation for incarnation in lost if incarnation not in present]
+        return lost
 
-    def _create(self, name: str) -> Namespace:
-        if len(self._all) >= LIMIT:
-            raise TrackerFullError(
-                f"namespace {name!r} exceeds the {LIMIT} of model {self._model_uid!r}; "
-                "set the weights version after resets"
-            )
+    def _create(self) -> Namespace:
         index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)
         return Namespace(index, lambda: self.on_change())
 

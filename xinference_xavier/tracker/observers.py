@@ -6,17 +6,22 @@ what is new.
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from xinference_xavier.limits import LIMIT
 from xinference_xavier.protocol.load import Load, Observation, ReplicaLoad, RequestReport
 from xinference_xavier.tracker.namespaces import Namespaces, WatcherBatcher
 
-MAX_PROMPT_BYTES = 16 << 20
-"""Most bytes of the remembered keys of prompts."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Most bytes of the remembered reports of requests."""
+_REQUEST_BYTES = 1000
+"""Bytes that a report counts for, in addition to its keys."""
+
+
+_T = TypeVar("_T")
 
 
 class _Reported(NamedTuple):
@@ -29,10 +34,10 @@ class Loads:
     def __init__(self) -> None:
         # Higher than any number of an earlier tracker, so that a router notices a new one.
         self.version = self._first = time.time_ns()
-        self._latest: OrderedDict[str, _Reported] = OrderedDict()  # in the order of versions
+        self._latest: dict[str, _Reported] = {}
         self._gone: deque[tuple[int, str]] = deque(maxlen=LIMIT)
         self._requests: deque[tuple[int, RequestReport]] = deque()
-        self._prompt_bytes = 0
+        self._request_bytes = 0
         self.draining: dict[str, float] = {}
         """The time at which each drain ends, by incarnation."""
 
@@ -41,13 +46,12 @@ class Loads:
     ) -> None:
         self.version += 1
         self._latest[incarnation] = _Reported(self.version, now, load)
-        self._latest.move_to_end(incarnation)
         for report in requests:
             self._requests.append((self.version, report))
-            self._prompt_bytes += len(report.keys)
-        while len(self._requests) > LIMIT or self._prompt_bytes > MAX_PROMPT_BYTES:
+            self._request_bytes += _REQUEST_BYTES + len(report.keys)
+        while self._request_bytes > MAX_REQUEST_BYTES:
             _, oldest = self._requests.popleft()
-            self._prompt_bytes -= len(oldest.keys)
+            self._request_bytes -= _REQUEST_BYTES + len(oldest.keys)
 
     def drain(self, incarnation: str, until: float | None) -> bool:
         """Note until when a replica drains; None ends it. False if only the time is new."""
@@ -56,7 +60,7 @@ class Loads:
             self.draining.pop(incarnation, None)
         else:
             self.draining[incarnation] = until
-        if changed and (reported := self._latest.pop(incarnation, None)) is not None:
+        if changed and (reported := self._latest.get(incarnation)) is not None:
             self.version += 1
             self._latest[incarnation] = reported._replace(version=self.version)
         return changed
@@ -83,13 +87,11 @@ class Loads:
             self._gone.append((self.version, incarnation))
 
     def since(self, seen: int, name_of: Callable[[str], str], now: float) -> Observation:
-        """What is newer than version `seen`; everything if what left since then is forgotten. The
-        index is left out."""
-        oldest = self._gone[0][0] if len(self._gone) == LIMIT else self._first
-        complete = not oldest <= seen <= self.version
+        """What is newer than version `seen`; everything if that is of another tracker. The index is
+        left out."""
+        complete = not self._first <= seen <= self.version
         seen = 0 if complete else seen
-        reported = takewhile(lambda item: item[1].version > seen, reversed(self._latest.items()))
-        loads = [
+        loads = tuple(
             ReplicaLoad(
                 incarnation,
                 name_of(incarnation),
@@ -97,20 +99,16 @@ class Loads:
                 each.load,
                 incarnation in self.draining,
             )
-            for incarnation, each in reported
-        ]
-        gone = [name for _, name in takewhile(lambda item: item[0] > seen, reversed(self._gone))]
-        requests = [
-            each for _, each in takewhile(lambda item: item[0] > seen, reversed(self._requests))
-        ]
-        return Observation(
-            None,
-            self.version,
-            complete,
-            tuple(reversed(loads)),
-            () if complete else tuple(reversed(gone)),
-            tuple(reversed(requests)),
+            for incarnation, each in self._latest.items()
+            if each.version > seen
         )
+        gone = () if complete else _newer(self._gone, seen)
+        return Observation(None, self.version, complete, loads, gone, _newer(self._requests, seen))
+
+
+def _newer(told: deque[tuple[int, _T]], seen: int) -> tuple[_T, ...]:
+    newest_first = takewhile(lambda item: item[0] > seen, reversed(told))
+    return tuple(each for _, each in newest_first)[::-1]
 
 
 LISTENS_FOR = 10.0

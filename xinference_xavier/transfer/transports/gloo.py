@@ -16,7 +16,6 @@ Gloo cannot be told which port to use: the kernel chooses among its ephemeral po
 """
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -34,9 +33,6 @@ from xinference_xavier.errors import LinkError, LinkTimeoutError, TransportError
 from xinference_xavier.pool.region import Region
 from xinference_xavier.runtime.aio import remaining
 from xinference_xavier.transfer.transports.base import Check, Link, Transport
-
-logger = logging.getLogger(__name__)
-
 
 MAX_WITHDRAWN = 8
 """Abandoned links, each of which may have left a socket, before a new device replaces the old one,
@@ -209,10 +205,7 @@ class GlooTransport(Transport):
         with self._replacing:
             if self._withdrawn >= MAX_WITHDRAWN:
                 self._withdrawn = 0
-                try:
-                    self._device = _listen(self._host)
-                except TransportError as error:  # no free port; a few sockets may leak
-                    logger.warning("keeping the old Gloo device: error=%s", error)
+                self._device = _listen(self._host)
             return self._device
 
 
