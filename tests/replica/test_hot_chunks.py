@@ -65,6 +65,18 @@ async def test_a_copy_goes_on_behind_what_the_pool_has_and_fills_free_rows_only(
     assert pool.counts() == (1000, 1000, 0, 0, 0)
 
 
+async def test_nothing_is_evicted_where_the_free_rows_are_taken_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, keys = Pool(4), fresh_keys(6)
+    for row in pool.reserve(keys[:4]).rows:
+        pool.commit(row)
+    monkeypatch.setattr(module, "_free", lambda *_: BATCH)
+    fetcher, deadline = cast(Fetcher, Granting(pool)), time.monotonic() + 60
+    assert await copy_rows(fetcher, "donor", keys[4:], deadline) == 0
+    assert all(map(pool.lookup, keys[:4]))
+
+
 async def test_copies_from_several_donors_share_the_work() -> None:
     """What one is bringing, the others leave to it."""
     fetcher, keys = Granting(Pool(4 * BATCH)), fresh_keys(2 * BATCH)
