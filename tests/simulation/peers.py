@@ -145,6 +145,7 @@ class Peers(ScriptedTier):
                 folder, 1 << 30, "model", region, pool, saves_all=saves_all, by_name=()
             )
         self.namespace = SharedNamespace("own", self.mirror, self.disk)
+        publisher = Mock()
         self._fetcher = Fetcher(
             incarnation="own",
             pool=pool,
@@ -153,10 +154,10 @@ class Peers(ScriptedTier):
             namespace=self.namespace,
             mirror=self.mirror,
             disk=self.disk,
-            publisher=Mock(),
+            publisher=publisher,
             events=Mock(),
         )
-        self._running = self.loop.create_task(self.disk.run(lambda: None))
+        self._running = self.loop.create_task(self.disk.run(publisher))
 
     def make_calls(self, *_: object) -> Calls:
         self.calls.append(Calls())

@@ -114,6 +114,7 @@ ADAPTERS: dict[str, object] = {
 }  # fmt: skip
 DISK: dict[str, object] = {
     "adapters": False, "disk": "all", "damages": 0.3, "forgets": 0.0, "slots": 24,
+    "step_seconds": 0.01, "interrupts": 0.4, "arrivals": 0.6, "adaptive": False,
 }  # fmt: skip
 MUTATIONS: dict[str, tuple[Mutation, dict[str, object]]] = {
     "stores are never voided": (
@@ -147,7 +148,7 @@ MUTATIONS: dict[str, tuple[Mutation, dict[str, object]]] = {
     ),
     "after new weights, the disk is still that of the former ones": (
         _stay,
-        DISK | {"resets": 0.04},
+        DISK | {"resets": 0.04, "damages": 0.0},
     ),
     "blocks of an adapter that was replaced are stored as the new one's": (
         lambda patch: patch.setattr(Look, "replaces", False),
