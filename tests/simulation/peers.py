@@ -147,7 +147,6 @@ class Peers(ScriptedTier):
         self.namespace = SharedNamespace("own", self.mirror, self.disk)
         publisher = Mock()
         self._fetcher = Fetcher(
-            incarnation="own",
             pool=pool,
             row_bytes=region.row_bytes,
             process=Mock(),
