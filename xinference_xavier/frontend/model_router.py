@@ -168,7 +168,7 @@ class ModelRouter:
     def _lose(self, incarnation: str) -> None:
         replica = self._router.replicas.get(incarnation)
         for route in self._router.lose(incarnation):
-            if not route.lost.done():
+            if route.lost is not None and not route.lost.done():
                 route.lost.set_result(None)
         names = {each.uid for each in self._router.replicas.values()}
         if replica is not None and replica.uid not in names:
@@ -301,6 +301,7 @@ class ModelRouter:
         if choice is None:
             return False
         self._router.send(route, choice, now)
+        route.lost = asyncio.get_running_loop().create_future()
         self.counts.sent(choice.reason, route.replica)
         if route.session:
             self._sessions[route.session] = choice.replica

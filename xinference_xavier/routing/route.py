@@ -78,8 +78,9 @@ class Route:
     answered: float = 0.0
     moved: bool = False
     """A replica was lost while it had the request: the next one is the last."""
-    lost: asyncio.Future[None] = field(init=False)
-    """Done when the tracker has lost its replica."""
+    lost: asyncio.Future[None] | None = None
+    """Done when the tracker has lost its replica. `ModelRouter` makes one for each replica that
+    gets the request."""
     admitted: asyncio.Future[bool] | None = None
     """What it waits for in the queue."""
     retry_after: int = 0
@@ -95,7 +96,6 @@ class Route:
     def go(self, choice: Choice, now: float) -> None:
         """The request is sent to the chosen replica."""
         self.state, self.choice, self.sent = State.SENT, choice, now
-        self.lost = asyncio.get_running_loop().create_future()
         if (prefill := choice.prefill) is not None:
             self.elsewhere = Elsewhere(prefill.replica.name, prefill.queue, prefill.seconds)
             self.prefills_at = prefill.replica.uid

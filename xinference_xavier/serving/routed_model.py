@@ -226,8 +226,9 @@ class RoutedModel:
 
     async def _unless_lost(self, call: Awaitable[_T], patience: float = 0.0) -> _T:
         """Raises ReplicaLostError once the tracker has lost the replica, and `patience` is over."""
-        answering = asyncio.ensure_future(call)
-        either: set[asyncio.Future[Any]] = {answering, self._route.lost}
+        answering, lost = asyncio.ensure_future(call), self._route.lost
+        assert lost is not None, "the request was sent"
+        either: set[asyncio.Future[Any]] = {answering, lost}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and patience:
