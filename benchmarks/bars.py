@@ -153,7 +153,13 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("half of the steps' confidence interval", 0.01, _half_width),
         Bar("p99 time between tokens ÷ that without a connector", 1.02, _compared("gap_p99_s")),
     ),
-    "tracker": (Bar("bytes per key of a mirror", 120.0, lambda part: {"": part["mirror_bytes"]}),),
+    "tracker": (
+        Bar(
+            "bytes per chunk of an index",
+            160.0,
+            lambda part: {f"{each['members']} members": each["bytes"] for each in part["holdings"]},
+        ),
+    ),
     "routing": (
         *(
             Bar(f"{token} token, {what} ÷ that of the best other choice", 1.02, _routed(name))

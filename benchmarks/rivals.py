@@ -53,7 +53,7 @@ class _Rival(ABC):
         self._now = 0.0
         self._sent: dict[str, _Sent] = {}
         self._computing: dict[str, None] = {}  # requests without a first token, in order
-        peers = cluster.holdings.peers
+        peers = cluster.holdings.members
         self._views = {
             name: View(name, peers[name].bit, partial(cluster.scrape, name))
             for name in cluster.names

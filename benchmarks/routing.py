@@ -1,7 +1,7 @@
 """Part `routing`: where requests should go, by playing real traces, sessions of many rounds, and
 questions after one common prompt on simulated replicas.
 
-The router, the tracker's index, the mirror and the pools are the real ones; the rest is in
+The router, the index and the pools are the real ones; the rest is in
 `simulator.py` and `replica_model.py`, and the other choices are in `rivals.py`. The reference is
 whichever of them does best. For traces and sessions an ideal is computed beside it: one queue for
 all replicas, which hold everything that was ever computed and decode elsewhere.

@@ -1,8 +1,8 @@
 """Part `scheduler`: what the engine's scheduler thread spends on us.
 
-The real manager, pool and mirror are called in the order in which vLLM's scheduler calls them, for
+The real manager, pool and index are called in the order in which vLLM's scheduler calls them, for
 a prompt of 128,000 tokens that 1, 32, 200 and 1,000 peers hold. Stand-ins replace what talks to
-other processes, because no call of the manager waits for it. The mirror has 400,000 other chunks,
+other processes, because no call of the manager waits for it. The index has 400,000 other chunks,
 and the pool is full, so that every new chunk evicts another. The reference is one dictionary
 lookup.
 """

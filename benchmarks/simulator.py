@@ -1,4 +1,4 @@
-"""Replicas on paper, and between them the real router, index, mirror and pools, with a clock of
+"""Replicas on paper, and between them the real router, index and pools, with a clock of
 their own.
 
 A replica is a `ReplicaModel`. It loads from one peer, or from a disk, whichever has more of the
@@ -32,24 +32,25 @@ from benchmarks.replica_model import (
     Token,
     Tokens,
 )
-from benchmarks.traces import GROUP, Request
-from xinference_xavier.mirror import Mirror
+from benchmarks.traces import Request
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.protocol.tracker import Member, pack
+from xinference_xavier.protocol.tracker import Member, pack_short
 from xinference_xavier.replica.disk import REMEMBERED
 from xinference_xavier.routing.forecast import Chunks, Prompt
 from xinference_xavier.routing.replica import Rates, Replica, Report, Step
 from xinference_xavier.routing.route import Route
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text
-from xinference_xavier.tracker.index import Index
+from xinference_xavier.tracker.journal import Journal
 
 REPORTS = 2.0
 """Seconds between two reports of a replica."""
 SCRAPES = 0.05
 """Seconds between two looks at an engine's metrics."""
 NEWS = 0.02
-"""Seconds until a publication is in the mirrors."""
+"""Seconds until a publication is in the router's index."""
 
 
 class Cluster(NamedTuple):
@@ -57,7 +58,7 @@ class Cluster(NamedTuple):
 
     names: Sequence[str]
     engine: Engine
-    holdings: Mirror
+    holdings: Index[Peers]
     scrape: Callable[[str], Gauges]
     """What the metrics of a replica said lately."""
 
@@ -145,16 +146,18 @@ class Result(NamedTuple):
 class _Peers(Elsewhere):
     """The other replicas, and the disk if there is one."""
 
-    def __init__(self, engine: Engine, mirror: Mirror, shares: bool, source: random.Random) -> None:
+    def __init__(
+        self, engine: Engine, index: Index[Peers], shares: bool, source: random.Random
+    ) -> None:
         self.replicas: dict[str, ReplicaModel] = {}
         self.saved: set[bytes] = set()  # on the disk
-        self._engine, self._mirror, self._shares, self._source = engine, mirror, shares, source
+        self._engine, self._index, self._shares, self._source = engine, index, shares, source
         self._bits: dict[str, int] = {}
         self._reads_until = 0.0
         self._once: dict[str, OrderedDict[bytes, None]] = {}  # chunks that a replica used once
 
     def add(self, name: str) -> None:
-        self._bits[name] = self._mirror.peers[name].bit
+        self._bits[name] = self._index.members[name].bit
         self._once[name] = OrderedDict()
         self.replicas[name] = ReplicaModel(name, self._engine, self)
 
@@ -162,7 +165,7 @@ class _Peers(Elsewhere):
         engine = self._engine
         count, peers, others = 0, 0, ~self._bits[name] if self._shares else 0
         for key in keys:
-            others &= self._mirror.full_set(key)
+            others &= self._index.full_set(key)
             if not others:
                 break
             count, peers = count + 1, others
@@ -185,7 +188,7 @@ class _Peers(Elsewhere):
         if not source.peers:
             self._reads_until = max(self._reads_until, now + source.seconds)
             return Taken(len(keys))
-        donor = self.replicas[self._source.choice(self._mirror.peers.names(source.peers))]
+        donor = self.replicas[self._source.choice(self._index.members.names(source.peers))]
         granted = donor.pool.pin_shared(keys)
         donor.pool.unpin(granted)
         if self._engine.disk:
@@ -194,7 +197,7 @@ class _Peers(Elsewhere):
 
     def is_redundant(self, row: Row) -> bool:
         donor = row.replicated_from
-        return donor is not None and bool(self._mirror.full_set(row.key) & self._bits[donor])
+        return donor is not None and bool(self._index.full_set(row.key) & self._bits[donor])
 
     def used(self, name: str, keys: Sequence[bytes]) -> None:
         if not self._engine.disk:
@@ -221,9 +224,9 @@ class Simulator:
         self._source = random.Random(0)
         self._engine = engine
         self._error = error
-        self._index = Index(max_keys=2 * engine.slots)
-        self._mirror = Mirror("router")
-        self._peers = _Peers(engine, self._mirror, shares, random.Random(0))
+        self._journal = Journal()
+        self._index = Index(Peers(""))
+        self._peers = _Peers(engine, self._index, shares, random.Random(0))
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -233,7 +236,7 @@ class Simulator:
         self._choices_us: list[float] = []
         names = [f"replica {number}" for number in range(replicas)]
         for name in names:
-            self._index.join(Member(name, "127.0.0.1:1"), 32 + len(GROUP), 0.0)
+            self._journal.join(Member(name, "127.0.0.1:1"), 0.0)
         self._hear()
         for name in names:
             self._peers.add(name)
@@ -241,7 +244,7 @@ class Simulator:
         self._wakes = dict.fromkeys(names, inf)  # when each is looked at next
         self._sequences = Counter[str]()
         self._scraped: dict[str, tuple[float, Gauges]] = {}
-        self._policy = maker(Cluster(names, engine, self._mirror, self._scrape), random.Random(0))
+        self._policy = maker(Cluster(names, engine, self._index, self._scrape), random.Random(0))
         self._sent = Counter(dict.fromkeys(names, 0))
 
     def run(self, requests: Sequence[Request]) -> Result:
@@ -300,9 +303,9 @@ class Simulator:
         return gauges
 
     def _hear(self) -> None:
-        mirror = self._mirror
+        index = self._index
         self._news = False
-        mirror.apply(self._index.changes_since(mirror.epoch, mirror.revision))
+        index.apply(self._journal.changes_since(index.epoch, index.revision))
 
     # -- the replicas -------------------------------------------------------------------------
 
@@ -333,9 +336,9 @@ class Simulator:
     def _answered(self, replica: ReplicaModel, event: Event) -> None:
         job = event.job
         self._sequences[replica.name] += 1
-        added = pack(row.key for row in job.rows[job.local :])
+        added = pack_short(row.key for row in job.rows[job.local :])
         sequence = self._sequences[replica.name]
-        self._index.publish(replica.name, sequence, added, pack(job.evicted))
+        self._journal.publish(replica.name, sequence, added, pack_short(job.evicted))
         if not self._news:
             self._news = True
             self._at(self._now + NEWS, self._hear)

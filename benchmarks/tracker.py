@@ -1,10 +1,9 @@
 """Part `tracker`: what an index of a million keys costs, and how soon its updates arrive.
 
-Publications and lookups are timed in one process, compared with the least that they could cost:
-filling a set and looking into a dictionary. Throughput is that of one tracker process while
-replicas publish as fast as it answers. Then each publication carries its time, at 10,000 keys a
-second, and watchers note when it is in their mirrors: tracker, watchers and publisher run in
-processes of their own, but share one machine, unlike in a cluster.
+Lookups and updates are timed in one process, lookups also in a dictionary. Throughput is that of
+one tracker process while replicas publish as fast as it answers. Then each publication carries its
+time, at 10,000 keys a second, and watchers note when it is in their indexes: tracker, watchers and
+publisher run in processes of their own, but share one machine, unlike in a cluster.
 """
 
 import asyncio
@@ -20,19 +19,32 @@ from typing import Any
 
 import psutil
 
-from benchmarks.figures import figure, ratio, shown, table
-from benchmarks.watchers import KEY_BYTES, NAMESPACE, MeasuredTracker, Watchers, stamped
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.protocol.tracker import Member, Settings, unpack
-from xinference_xavier.tracker.index import Index
+from benchmarks.figures import figure, shown, table
+from benchmarks.watchers import NAMESPACE, MeasuredTracker, Watchers, stamped
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
+from xinference_xavier.protocol.tracker import (
+    SHORT_KEY,
+    Comparison,
+    Member,
+    Settings,
+    Verdict,
+    pack,
+    unpack,
+)
+from xinference_xavier.tracker.journal import Journal
 
 KEYS = 1_000_000
-MEMBERS = 5
-"""Members that hold the keys in equal parts; each part is a sample."""
-BATCH = 1000
-"""Keys per publication."""
+MEMBERS = (2, 16, 64, 256)
+"""Members that hold the keys in equal parts."""
 LOOKUPS = 200_000
+CHANGES, BATCH = 1000, 100
+"""Publications that are applied at once, and the keys that each adds, and removes."""
+RUN = 1000
+"""Leading chunks of a prompt that all members hold."""
 REPLICAS = (2, 16, 64)
+PUBLISHED = 1000
+"""Keys per publication as fast as possible."""
 RUNS = 5
 SECONDS = 0.5
 """Seconds per run of publishing as fast as possible."""
@@ -46,11 +58,8 @@ _PUBLISHER = "publisher"
 
 
 def measure() -> dict[str, Any]:
-    # What other parts have freed would be used again.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        holdings = process.submit(_holdings, KEYS).result()
     return {
-        **holdings,
+        "holdings": [_in_process_of_its_own(count) for count in MEMBERS],
         "throughput": asyncio.run(_throughput()),
         "propagation": asyncio.run(_propagation()),
     }
@@ -59,63 +68,64 @@ def measure() -> dict[str, Any]:
 # -- in one process ---------------------------------------------------------------------------
 
 
-def _holdings(total: int) -> dict[str, Any]:
-    each = total // MEMBERS
-    batches = [
-        [os.urandom(KEY_BYTES * BATCH) for _ in range(each // BATCH)] for _ in range(MEMBERS)
-    ]
-    index = Index()
+def _in_process_of_its_own(count: int) -> dict[str, Any]:
+    """What other parts have freed would be used again."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_holdings, count, KEYS, LOOKUPS).result()
+
+
+def _holdings(count: int, total: int, lookups: int) -> dict[str, Any]:
+    """`count` members hold the keys in equal parts."""
+    journal, names = Journal(), [f"member {number}" for number in range(count)]
+    held = {name: os.urandom(SHORT_KEY * (total // count)) for name in names}
+    for name in names:
+        journal.join(Member(name, "127.0.0.1:1", True, Comparison(Verdict.COMPARED)), 0.0)
+        journal.publish(name, 1, held[name], b"", replaces=True)
     before = _memory()
-    publishing: list[float] = []
-    filling: list[float] = []
-    for number, own in enumerate(batches):
-        name = f"member {number}"
-        index.join(Member(name, "127.0.0.1:1"), KEY_BYTES, 0.0)
-        publishing.append(each / _time(lambda own=own, name=name: _publish(index, name, own)))  # type: ignore[misc]  # one after the other
-        filling.append(each / _time(lambda own=own: _fill(own)))  # type: ignore[misc]
-    index_bytes = (_memory() - before) / total
-    before = _memory()
-    mirror = Mirror("watcher", max_keys=total)
-    mirror.apply(index.changes_since("", 0, "watcher"))
-    mirror_bytes = (_memory() - before) / total
-    assert len(mirror) == total
-    looking, getting = _lookups(
-        mirror, [key for own in batches for b in own[:2] for key in _keys(b)]
-    )
+    index = Index(Peers("own"))
+    index.members.set_compared(True)
+    longest = [_catch_up(journal, index)]
+    size = (_memory() - before) / len(index)
+    keys = [key for packed in held.values() for key in unpack(packed)]
+    run = [os.urandom(SHORT_KEY) for _ in range(RUN)]
+    looking, getting, applying, running = [], [], [], []
+    for number in range(RUNS):
+        asked = random.Random(number).sample(keys, lookups // 2)
+        asked += [os.urandom(SHORT_KEY) for _ in range(lookups // 2)]
+        random.Random(number).shuffle(asked)
+        plain = dict.fromkeys(keys, 1)
+        looking.append(_time(lambda: _look(index.usable_set, asked)) / len(asked) * 1e9)  # noqa: B023
+        getting.append(_time(lambda: _look(plain.get, asked)) / len(asked) * 1e9)  # noqa: B023
+        for change in range(CHANGES):
+            name = names[change % count]
+            own, held[name] = held[name][: SHORT_KEY * BATCH], held[name][SHORT_KEY * BATCH :]
+            sequence = journal.leases[name].sequence + 1
+            journal.publish(name, sequence, os.urandom(SHORT_KEY * BATCH), own)
+        applying.append(_time(lambda: longest.append(_catch_up(journal, index))) * 1e3)
+        for name in names:
+            journal.publish(name, journal.leases[name].sequence + 1, pack(run), b"")
+        _catch_up(journal, index)
+        running.append(_time(lambda: index.usable_run(run, -1)) * 1e6)
+    index.check_integrity()
     return {
-        "publishes_per_s": figure(publishing),
-        "set_per_s": figure(filling),
-        "publishes/set": ratio(publishing, filling),
-        "lookups_per_s": figure(looking),
-        "dict_per_s": figure(getting),
-        "lookups/dict": ratio(looking, getting),
-        "index_bytes": index_bytes,
-        "mirror_bytes": mirror_bytes,
+        "members": count,
+        "bytes": size,
+        "lookup_ns": figure(looking),
+        "dict_ns": figure(getting),
+        "run_us": figure(running),
+        "changes_ms": figure(applying),
+        "longest_ms": figure(longest),
     }
 
 
-def _publish(index: Index, name: str, batches: list[bytes]) -> None:
-    for sequence, batch in enumerate(batches, 1):
-        index.publish(name, sequence, batch, b"")
-
-
-def _fill(batches: list[bytes]) -> None:
-    held: set[bytes] = set()
-    for batch in batches:
-        held.update(_keys(batch))
-
-
-def _lookups(mirror: Mirror, keys: list[bytes]) -> tuple[list[float], list[float]]:
-    """Lookups per second in random order; no member holds half of the keys."""
-    asked = random.Random(0).choices(keys, k=LOOKUPS // 2)
-    asked += [os.urandom(KEY_BYTES) for _ in range(LOOKUPS // 2)]
-    random.Random(1).shuffle(asked)
-    plain = dict.fromkeys(keys, 1)
-    looking, getting = [], []
-    for _ in range(RUNS):
-        looking.append(LOOKUPS / _time(lambda: _look(mirror.usable_set, asked)))
-        getting.append(LOOKUPS / _time(lambda: _look(plain.get, asked)))
-    return looking, getting
+def _catch_up(journal: Journal, index: Index[Peers]) -> float:
+    """Apply what is new. Returns for how many ms, at most, no other thread gets a turn."""
+    steps = index.apply_in_pieces(journal.changes_since(index.epoch, index.revision))
+    longest, began = 0.0, time.perf_counter()
+    while next(steps, began) is None:
+        now = time.perf_counter()
+        longest, began = max(longest, now - began), now
+    return max(longest, time.perf_counter() - began) * 1e3
 
 
 def _look(look: Callable[[bytes], object], keys: list[bytes]) -> None:
@@ -123,11 +133,7 @@ def _look(look: Callable[[bytes], object], keys: list[bytes]) -> None:
         look(key)
 
 
-def _keys(batch: bytes) -> list[bytes]:
-    return unpack(batch, KEY_BYTES)
-
-
-def _time(action: Callable[[], None]) -> float:
+def _time(action: Callable[[], object]) -> float:
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
@@ -169,17 +175,17 @@ class _Publisher:
 
     async def join(self) -> None:
         member = Member(self._name, "127.0.0.1:1")
-        await self._tracker.join(NAMESPACE, member, KEY_BYTES, Settings())
+        await self._tracker.join(NAMESPACE, member, Settings())
 
     async def publish_until(self, end: float) -> int:
         """Publish until `end`; return the number of keys."""
         first = self._sequence
         while time.monotonic() < end:
             self._sequence += 1
-            keys = os.urandom(KEY_BYTES * BATCH)
+            keys = os.urandom(SHORT_KEY * PUBLISHED)
             await self._tracker.publish(NAMESPACE, self._name, self._sequence, keys, self._held)
             self._held = keys
-        return (self._sequence - first) * BATCH
+        return (self._sequence - first) * PUBLISHED
 
 
 # -- to watchers ------------------------------------------------------------------------------
@@ -198,7 +204,7 @@ async def _propagation() -> list[dict[str, Any]]:
 
 async def _runs(tracker: MeasuredTracker, watchers: Watchers) -> list[dict[str, float]]:
     actor = await tracker.actor()
-    await actor.join(NAMESPACE, Member(_PUBLISHER, "127.0.0.1:1"), KEY_BYTES, Settings())
+    await actor.join(NAMESPACE, Member(_PUBLISHER, "127.0.0.1:1"), Settings())
     return [
         await _run(actor, 1 + number * PUBLICATIONS, tracker, watchers) for number in range(RUNS)
     ]
@@ -241,25 +247,26 @@ _TITLES = {
 }
 
 
+_COSTS = {
+    "lookup_ns": ("lookup, ns", 0),
+    "dict_ns": ("the same in a dictionary", 0),
+    "run_us": (f"run of {RUN} chunks that all hold, µs", 0),
+    "changes_ms": (f"{CHANGES} changes of {2 * BATCH} keys, ms", 0),
+    "longest_ms": ("longest without a turn for other threads, ms", 1),
+}
+
+
 def markdown(part: dict[str, Any]) -> str:
     index = table(
-        ("in one process", "per second", "the least cost, per second", "ratio"),
+        ("members", "bytes per chunk", *(title for title, _ in _COSTS.values())),
         (
             (
-                title,
-                shown(part[f"{name}_per_s"], 0),
-                shown(part[f"{reference}_per_s"], 0),
-                shown(part[f"{name}/{reference}"]),
+                f"{row['members']}",
+                f"{row['bytes']:.0f}",
+                *(shown(row[name], n) for name, (_, n) in _COSTS.items()),
             )
-            for title, name, reference in (
-                ("keys published; a set filled", "publishes", "set"),
-                ("keys looked up in a mirror; in a dictionary", "lookups", "dict"),
-            )
+            for row in part["holdings"]
         ),
-    )
-    memory = table(
-        ("bytes per key", ""),
-        (("tracker", f"{part['index_bytes']:.0f}"), ("mirror", f"{part['mirror_bytes']:.0f}")),
     )
     throughput = table(
         ("replicas", "keys published per second"),
@@ -272,4 +279,4 @@ def markdown(part: dict[str, Any]) -> str:
             for row in part["propagation"]
         ),
     )
-    return "\n\n".join((index, memory, throughput, propagation))
+    return "\n\n".join((index, throughput, propagation))

@@ -4,7 +4,6 @@ import asyncio
 import os
 import struct
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -12,11 +11,19 @@ import xoscar
 
 from tests.harness.remote import Remote, obey_at_once, spawned
 from tests.harness.replicas import MODEL, TrackerProcess
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.protocol.tracker import Change, Member, Settings, tracker_uid, unpack
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
+from xinference_xavier.protocol.tracker import (
+    SHORT_KEY,
+    Change,
+    Member,
+    Settings,
+    Update,
+    tracker_uid,
+    unpack,
+)
 
 NAMESPACE = "namespace"
-KEY_BYTES = 36
 _STAMP = struct.Struct("!Q")
 _LEASE = 3600.0
 _PROCESSES = 2  # shared by all watchers
@@ -25,7 +32,7 @@ _PROCESSES = 2  # shared by all watchers
 def stamped(count: int) -> bytes:
     """Packed keys that all carry the same time."""
     stamp = _STAMP.pack(time.monotonic_ns())
-    return b"".join(stamp + os.urandom(KEY_BYTES - len(stamp)) for _ in range(count))
+    return b"".join(stamp + os.urandom(SHORT_KEY - len(stamp)) for _ in range(count))
 
 
 class MeasuredTracker(TrackerProcess):
@@ -70,7 +77,7 @@ class Watchers:
 
 
 class _Watcher:
-    """Has only a mirror. It joins before anything is published."""
+    """Has only an index. It joins before anything is published."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -78,22 +85,23 @@ class _Watcher:
         self.delays: list[float] = []
 
     async def run(self, tracker: Any) -> None:
-        mirror, seen = Mirror(self._name), 0
-        await tracker.join(NAMESPACE, Member(self._name, "127.0.0.1:1"), KEY_BYTES, Settings())
+        index, seen = Index(Peers(self._name)), 0
+        await tracker.join(NAMESPACE, Member(self._name, "127.0.0.1:1"), Settings())
         while True:
-            update = await tracker.watch(NAMESPACE, self._name, mirror.epoch, mirror.revision, 10.0)
-            mirror.apply(update)
+            update = await tracker.watch(NAMESPACE, self._name, index.epoch, index.revision, 10.0)
+            index.apply(update)
             now = time.monotonic_ns()
-            new = sorted(stamp for stamp in _stamps(update.changes) if stamp > seen)
+            new = sorted(stamp for stamp in _stamps(update) if stamp > seen)
             self.delays += [(now - stamp) / 1e6 for stamp in new]
             seen = max([seen, *new])
             self.joined.set()
 
 
-def _stamps(changes: Sequence[Change]) -> set[int]:
+def _stamps(update: Update) -> set[int]:
     """A publication has one stamp; a full snapshot, for a watcher that is far behind, has many."""
+    changes = [news for news in update.news if isinstance(news, Change)]
     once = {_stamp(change.added) for change in changes if change.added and not change.replaces}
-    held = (unpack(change.added, KEY_BYTES) for change in changes if change.replaces)
+    held = (unpack(change.added) for change in changes if change.replaces)
     return once.union(*(map(_stamp, keys) for keys in held))
 
 

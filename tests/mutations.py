@@ -121,7 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/donor.py",
-        "        if not self._mirror.may_fetch(request.consumer):"
+        "        if not self._peers.may_fetch(request.consumer):"
         "  # it may not know that we were reset\n"
         '            raise GrantRefusedError("not compared")\n',
         "",
@@ -246,8 +246,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/donor.py",
-        "if not (self._namespace.is_settled and self._mirror.enabled):",
-        "if not self._mirror.enabled:",
+        "if not (self._namespace.is_settled and self._peers.enabled):",
+        "if not self._peers.enabled:",
         "during a reset, peers with the old weights get what the new ones computed",
         ("tests/replica/test_donor.py",),
     ),
@@ -260,7 +260,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/fetcher.py",
-        "        if peer.name not in self._mirror.trusted:\n"
+        "        if peer.name not in self._peers.trusted:\n"
         '            raise GrantRefusedError("not compared")\n',
         "",
         "rows are fetched from a peer with which nothing was compared",
@@ -296,15 +296,15 @@ MUTATIONS = (
         ("tests/engine/test_probes.py",),
     ),
     Mutation(
-        "mirror.py",
+        "peers.py",
         "        self.is_compared = False\n",
         "        self.is_compared = getattr(self, 'is_compared', False)\n",
         "in another namespace, a replica trusts others before it is compared there",
         ("tests/replica/test_canary.py",),
     ),
     Mutation(
-        "mirror.py",
-        "is_member = self.peers.address(name) is not None",
+        "peers.py",
+        "is_member = self.address(name) is not None",
         "is_member = True",
         "a peer that missed a reset gets what other weights compute",
         ("tests/replica/test_canary.py",),
@@ -317,9 +317,9 @@ MUTATIONS = (
         ("tests/tracker/test_judge.py",),
     ),
     Mutation(
-        "tracker/index.py",
-        "            tuple(self.differing.values()),\n",
-        "            (),\n",
+        "tracker/journal.py",
+        "            *(left for name, left in self._differed.items() if name != watcher),\n",
+        "",
         "rows of a replica that computes others stay in use after it has left",
         ("tests/tracker/test_judge.py",),
     ),
@@ -486,27 +486,27 @@ MUTATIONS = (
         "a new tracker has a prefix computed before the replica that keeps it has joined",
         ("tests/tracker/test_keeper.py",),
     ),
-    # -- tracker and mirror --------------------------------------------------------------------
+    # -- tracker and index ---------------------------------------------------------------------
     Mutation(
-        "mirror.py",
-        "            yield from self._remove_all(shards, ~sum(each.bit for each in absent))\n",
-        "            pass\n",
+        "index.py",
+        "            yield from self._keep(holder, frozenset())\n",
+        "",
         "a new replica is asked for the chunks of one that has left",
-        ("tests/mirror/test_mirror.py",),
+        ("tests/tracker/test_journal.py",),
     ),
     Mutation(
         "peers.py",
-        "if peer.address is None and not (in_grace and peer.epoch != self._epoch):",
-        "if peer.address is None:",
+        "if not (in_grace and peer.epoch != self._epoch):",
+        "if True:",
         "when the tracker restarts, donors take back the grants of all fetches under way",
         ("tests/test_peers.py",),
     ),
     Mutation(
-        "tracker/index.py",
-        'self._record(Change(incarnation, lease.sequence, b"", b"", True), Left(incarnation))',
-        "self._record(Left(incarnation))",
-        "peers ask a replica that left and came back at once for chunks that it no longer has",
-        ("tests/tracker/test_index.py",),
+        "index.py",
+        "            for name in self.members.keys() - named:\n",
+        "            for name in ():\n",
+        "after a tracker was restarted, peers that are gone are asked for their chunks",
+        ("tests/tracker/test_journal.py",),
     ),
     Mutation(
         "tracker/observers.py",

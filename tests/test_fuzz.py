@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.harness.comparisons import compared_mirror, report
+from tests.harness.comparisons import compared_index, report, usable_holders
 from tests.protocol.test_load import LOAD, PROMPT, SERVING
 from xinference_xavier.config import XavierConfig, take_launch_options
 from xinference_xavier.errors import ConfigError, RegionError
@@ -34,6 +34,7 @@ from xinference_xavier.protocol.tracker import Member, Settings
 from xinference_xavier.tracker.actor import BlockTracker
 
 Check = Callable[[Any], None]
+KEY = b"key 00000001"
 
 
 def nest(depth: int) -> list[Any]:
@@ -47,8 +48,8 @@ NASTY = [
     *(None, True, False, 0, 1, 2, 3, 4, -1, 7, 8, 1 << 63, 1 << 64, 10**4200, -(10**400)),
     *(0.0, -0.0, 0.5, math.nan, math.inf, -math.inf, 1e308),
     *("", "id", "ns", "h:1", "h:", "[::1]:1", "h:99999", "x" * 257, "\ud800", "\0"),
-    *(b"", b"key1", b"key", b"\0" * 32, b"x" * 1025, bytearray(4)),
-    *([], {}, (), {1}, {"a": {}}, [b"key1"], (b"key1", "key2"), (0, 0), (1, -1), object),
+    *(b"", KEY, b"key1", b"key", b"\0" * 32, b"x" * 1025, bytearray(4)),
+    *([], {}, (), {1}, {"a": {}}, [KEY], (KEY, "key2"), (0, 0), (1, -1), object),
 ]
 plain = (
     st.sampled_from(NASTY) | st.integers() | st.integers(-2, 9) | st.text(max_size=9) | st.binary()
@@ -108,14 +109,14 @@ def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
 
     async def call() -> None:
         for name in ("a", "b"):
-            joining = tracker.join("ns", Member(name, "h:1"), 4, Settings(), report=report(short=1))
+            joining = tracker.join("ns", Member(name, "h:1"), Settings(), report=report(short=1))
             await joining
         with suppress(ValueError):
             await getattr(tracker, method)(*arguments)
-        await tracker.publish("ns", "b", 1, b"key1", b"")
-        mirror = compared_mirror("a")
-        mirror.apply(await tracker.watch("ns", "a", "", 0, 0.0))
-        assert "b" in mirror.holders(b"key1")
+        await tracker.publish("ns", "b", 1, KEY, b"")
+        index = compared_index()
+        index.apply(await tracker.watch("ns", "a", "", 0, 0.0))
+        assert "b" in usable_holders(index, KEY)
         json.loads(await tracker.history())
         check_observation(await tracker.observe("", 0, 0, 0.0))
         await tracker.report_load("ns", "b", LOAD, (PROMPT,))
@@ -123,14 +124,13 @@ def a_call(example: tuple[str, tuple[Any, ...]]) -> None:
     asyncio.run(call())
 
 
-PACKED = st.binary(max_size=16) | anything
+PACKED = st.binary(max_size=36) | anything
 CALLS = st.one_of(
     *(
         st.tuples(st.just(method), st.tuples(st.just("ns"), st.just("a"), *arguments))
         for method, *arguments in (
             ("heartbeat", anything),
-            ("publish", st.just(1), PACKED, PACKED),
-            ("replace", st.just(1), PACKED),
+            ("publish", st.just(1), PACKED, PACKED, st.booleans()),
             ("claim", PACKED, st.just(1.0)),
             ("release", PACKED),
             ("report_load", altered(LOAD)),

@@ -1,13 +1,14 @@
 """A tracker in this process, calls to it, and a program with one that tests may suspend or kill."""
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 import xoscar as xo
 
-from xinference_xavier.protocol.tracker import Member, Settings, Update, tracker_uid
+from xinference_xavier.protocol.tracker import Member, News, Settings, Update, tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
 
+T = TypeVar("T", bound=News)
 MODEL = "model"
 NAMESPACE = "namespace"
 
@@ -42,7 +43,7 @@ async def create_tracker(address: str, model_uid: str = MODEL, **arguments: Any)
 
 async def join(tracker: Any, *members: Member, namespace: str = NAMESPACE) -> Any:
     for member in members:
-        reply = await tracker.join(namespace, member, 4, Settings())
+        reply = await tracker.join(namespace, member, Settings())
     return reply
 
 
@@ -50,6 +51,11 @@ async def look(tracker: Any, watcher: str, namespace: str = NAMESPACE) -> Update
     """The current state."""
     update: Update = await tracker.watch(namespace, watcher, "", 0, 0.0)
     return update
+
+
+def of(kind: type[T], update: Update) -> list[T]:
+    """The update's news of this kind."""
+    return [news for news in update.news if isinstance(news, kind)]
 
 
 async def wait_for_update(

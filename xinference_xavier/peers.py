@@ -1,8 +1,8 @@
 """The peers of a replica: one record each, in one dictionary.
 
-A `Peer` has all that is known of another replica: where it is, whether it can be fetched from, how
-long that takes, and until when it is left alone after failures. Whoever drops the record has
-forgotten the peer; only the mirror remembers whom it distrusts.
+A `Peer` has all that is known of another replica: where it is, what it holds, whether it can be
+fetched from, how long that takes, and until when it is left alone after failures. Whoever drops the
+record has forgotten the peer; only whom this replica distrusts is remembered beyond it.
 
 A set of sources is an integer that has their bits, so that an index can name the holders of a chunk
 in a few bytes. The host's disk is a source like the peers, and has the first bit. Once a peer is
@@ -17,9 +17,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from xinference_xavier.protocol.tracker import Member, Verdict
+from xinference_xavier.index import Holder, Members
+from xinference_xavier.limits import LIMIT
+from xinference_xavier.protocol.tracker import (
+    INITIAL_SETTINGS,
+    Comparison,
+    Left,
+    Member,
+    News,
+    Settings,
+    Verdict,
+)
 from xinference_xavier.runtime.backoff import Outage
 from xinference_xavier.runtime.linear_fit import LinearFit
 
@@ -36,6 +46,7 @@ _BLAMELESS = frozenset({"not held", "not compared", "donor gone", "reset", "stop
 """Reasons for which a fetch is rolled back that say nothing about the donor."""
 _PATIENCE, _MIN_PATIENCE = 4.0, 1.0  # predictions and seconds that a fetch may take
 _UNKNOWN = LinearFit()
+_T = TypeVar("_T")
 
 
 def _outage() -> Outage:
@@ -110,35 +121,31 @@ class Source:
 
 
 @dataclass(eq=False)
-class Peer(Source):
+class Peer(Source, Holder):
     """Another replica. `address` is that of its actor; None if the tracker does not name it, and it
-    may come back: then it `serves` nothing.
-
-    `published` is its last publication in the mirror, and `stale` are the chunks that it turned out
-    not to hold, with the publication as of which it does not.
-    """
+    may come back: then it `serves` nothing."""
 
     address: str | None = None
     serves: bool = False
     verdict: Verdict = Verdict.WAITING  # the tracker's, on what it computes
     epoch: str = ""  # of the index that named it last
-    is_listed: bool = False  # the mirror may have chunks of it
-    published: int = 0
-    stale: dict[bytes, int] = field(default_factory=dict)
     actor: Any = None  # its xoscar reference; kept, because finding it costs a round trip
     linked_by: str = ""  # the transport of the latest fetch
     received: int = 0  # rows from it
 
 
-class Peers(dict[str, Peer]):
+class Peers(Members[Peer]):
     """The other members, by incarnation, and those that a new tracker does not know yet.
 
-    `version` changes whenever a number is given or freed.
+    Nothing can be fetched unless this replica, `own`, `is_compared`. `differing` are the replicas
+    that it has met and that compute something else, with how. `version` changes whenever a number
+    is given or freed.
     """
 
     def __init__(self, own: str) -> None:
         super().__init__()
         self.own = own
+        self.settings = INITIAL_SETTINGS
         self.disk = Source(DISK, DISK_BIT)
         self.version = 0
         self.clear()
@@ -163,6 +170,40 @@ class Peers(dict[str, Peer]):
     def size(self) -> int:
         """All numbers are below it."""
         return len(self._by_number)
+
+    @property
+    def enabled(self) -> bool:
+        """The operator's switch."""
+        return self.settings.enabled
+
+    @property
+    def trusted(self) -> frozenset[str]:
+        """The peers that compute what this replica computes."""
+        return frozenset(peer.name for peer in [*self.values()] if self._trusts(peer))
+
+    @property
+    def unlike(self) -> frozenset[str]:
+        """The peers with which this replica will not share, as far as is known."""
+        undecided = (Verdict.WAITING, Verdict.COMPARED)
+        return frozenset(
+            peer.name
+            for peer in [*self.values()]
+            if peer.name in self._distrusted or peer.verdict not in undecided
+        )
+
+    def is_usable(self, name: str) -> bool:
+        """True if chunks can be fetched from this peer, provided that it holds any."""
+        return bool(self.usable & self.set_of((name,)))
+
+    def may_fetch(self, name: str) -> bool:
+        """True if this peer can fetch from this replica. It knows its own verdict, which may be
+        news to us, but not that we were reset, and left, while it stood still."""
+        is_member = self.address(name) is not None
+        return self.is_compared and is_member and name not in self._distrusted
+
+    def differs(self, name: str) -> bool:
+        """True if this peer is known to compute other rows than this replica."""
+        return name in self.differing or name in self._distrusted
 
     def sources(self) -> list[Source]:
         return [self.disk, *self.values()]
@@ -197,12 +238,27 @@ class Peers(dict[str, Peer]):
     # -- writing ------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget everything but the operator's switch."""
         super().clear()
         self.version += 1
+        self.usable = 0
+        self.is_compared = False
+        self.differing: dict[str, Comparison] = {}  # by incarnation; they may have left
+        self._distrusted: dict[str, None] = {}  # incarnations; they may leave and come back
+        self._met: dict[str, None] = {}  # incarnations that we may have rows of
         self._by_number: list[Source | None] = [self.disk]
         self._free: deque[int] = deque()
         self._epoch, self._grace_until = "", -math.inf
+
+    def set_compared(self, compared: bool) -> None:
+        """Note whether this replica computes what others of its namespace compute."""
+        self.is_compared = compared
+        self._set_usable()
+
+    def distrust(self, name: str) -> None:
+        """Share nothing with this peer until we leave the namespace, whatever the tracker says."""
+        _remember(self._distrusted, name, None)
+        self._set_usable()
 
     def expect(self, epoch: str, seconds: float) -> None:
         """The tracker's index is `epoch`. If it is new, peers that have not joined it yet stay for
@@ -210,18 +266,59 @@ class Peers(dict[str, Peer]):
         if epoch != self._epoch:
             self._epoch, self._grace_until = epoch, time.monotonic() + seconds
 
-    def follow(self, members: Iterable[Member], epoch: str) -> None:
-        """Take over who the members are."""
-        named = {each.incarnation: each for each in members if each.incarnation != self.own}
-        for peer in self.values():
-            if peer.name not in named:
-                peer.address, peer.serves = None, False
-        for name, member in named.items():
-            peer = self.get(name) or self._new(name)
-            if peer.address != member.address:
-                peer.actor = None
-            peer.address, peer.serves, peer.epoch = member.address, member.serves, epoch
-            peer.verdict = member.comparison.verdict
+    def foresee(self, news: Iterable[News]) -> None:
+        """Who differs is known before the rest of an update, which may take seconds."""
+        for each in news:
+            if isinstance(each, Member | Left):
+                self._note(each.incarnation, each.comparison)
+        self._set_usable()
+
+    def follow(self, news: Member | Left | Settings) -> None:
+        match news:
+            case Settings():
+                if news.version >= self.settings.version:
+                    self.settings = news
+            case Member():
+                self._take(news)
+            case Left(name, comparison):
+                if (peer := self.get(name)) is not None:
+                    peer.address, peer.serves = None, False
+                    self._forget_if_gone(peer)
+                self._note(name, comparison)
+        self._set_usable()
+
+    def forget_absent(self) -> None:
+        """Forget those that are not members and will not come back. No set has them any more."""
+        for peer in [*self.values()]:
+            if peer.address is None:
+                self._forget_if_gone(peer)
+
+    def _forget_if_gone(self, peer: Peer) -> None:
+        in_grace = time.monotonic() < self._grace_until
+        if not (in_grace and peer.epoch != self._epoch):
+            self.forget(peer.name)
+
+    def forget(self, name: str) -> None:
+        """All that is known of the peer goes with its record."""
+        number = self.pop(name).bit.bit_length() - 1
+        self._by_number[number] = None
+        self._free.append(number)
+        self.version += 1
+
+    def _take(self, member: Member) -> None:
+        name = member.incarnation
+        peer = self.get(name) or self._new(name)
+        if peer.address != member.address:
+            peer.actor = None
+        peer.address, peer.serves, peer.epoch = member.address, member.serves, self._epoch
+        peer.verdict = member.comparison.verdict
+        _remember(self._met, name, None)
+        self.differing.pop(name, None)
+        self._note(name, member.comparison)
+
+    def _note(self, name: str, found: Comparison) -> None:
+        if found.verdict is Verdict.DIFFERS and name in self._met:
+            _remember(self.differing, name, found)
 
     def _new(self, name: str) -> Peer:
         number = self._free.popleft() if self._free else len(self._by_number)
@@ -230,16 +327,18 @@ class Peers(dict[str, Peer]):
         self.version += 1
         return peer
 
-    def forget_absent(self) -> None:
-        """Forget those that are not members and will not come back. No set has them any more."""
-        in_grace = time.monotonic() < self._grace_until
-        for peer in [*self.values()]:
-            if peer.address is None and not (in_grace and peer.epoch != self._epoch):
-                self.forget(peer.name)
+    def _trusts(self, peer: Peer) -> bool:
+        alike = peer.verdict is Verdict.COMPARED and not self.differs(peer.name)
+        return self.is_compared and alike
 
-    def forget(self, name: str) -> None:
-        """All that is known of the peer goes with its record."""
-        number = self.pop(name).bit.bit_length() - 1
-        self._by_number[number] = None
-        self._free.append(number)
-        self.version += 1
+    def _set_usable(self) -> None:
+        fetchable = (peer.bit for peer in self.values() if peer.serves and self._trusts(peer))
+        self.usable = sum(fetchable) if self.enabled else 0
+
+
+def _remember(found: dict[str, _T], name: str, what: _T) -> None:
+    """The latest go last; of too many, the oldest go."""
+    found.pop(name, None)
+    found[name] = what
+    if len(found) > LIMIT:
+        del found[next(iter(found))]

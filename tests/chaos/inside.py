@@ -22,7 +22,8 @@ from tests.engine.scheduling import chunks
 from tests.harness.remote import PATIENCE
 from tests.harness.replicas import CHUNK_TOKENS, KEY_BYTES, StillEngine
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Load, Serving
@@ -62,7 +63,7 @@ class Inside:
         stores = Path(config.disk)
         obey_orders(stores)
         disk = Disk(stores, config.disk_bytes, config.model_uid, self.region, self.pool)
-        tier = PeerTier(self.pool, Mirror(settings.incarnation), disk)
+        tier = PeerTier(self.pool, Index(Peers(settings.incarnation)), disk)
         self.worker = Worker(self.region, self._folder / "wrong")
         self.scheduler = Scheduler(
             settings.incarnation,
@@ -122,8 +123,8 @@ class Inside:
             "lost_chunks": self.watch.lost,
             "wrong_bytes": self.worker.wrong_bytes,
             "pool_refusals": self.pool.refusals,
-            "epoch": self.replica.mirror.epoch,
-            "enabled": self.replica.mirror.enabled,
+            "epoch": self.replica.index.epoch,
+            "enabled": self.replica.peers.enabled,
             "replacements": self.replica._client.publisher.replacements,
             "failures": self.replica._client.counts.failures,
             "is_up": self.replica._client.joined.is_set() and self.replica.process.ready,
@@ -236,10 +237,7 @@ class Inside:
         counts = self.pool.counts()
         process = psutil.Process()
         weights = self.scheduler.weights
-        names = self.replica.mirror.peers.names
-        held_by_peers = {
-            key: held for shard in self.replica.mirror._shards for key, held in shard.items()
-        }
+        peers = self.replica.peers
         rows = [(key, self.pool.lookup(key)) for key in shared_keys(self.pool)]
         return {
             "filling": counts.filling,
@@ -252,9 +250,9 @@ class Inside:
                 for key, row in rows
                 if row is not None
             ),
-            "mirror": {key: sorted(names(held)) for key, held in held_by_peers.items()},
-            "peers": set(self.replica.mirror.peers.members),
-            "serving": set(self.replica.mirror.peers.serving),
+            "listed": {peer.name: set(peer.keys) for peer in [*peers.values()]},
+            "peers": set(peers.members),
+            "serving": set(peers.serving),
             "namespace": self.replica.namespace.current,
             "connected": self.replica._client.joined.is_set(),
             "tasks": len(aio._running),

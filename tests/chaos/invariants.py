@@ -97,7 +97,7 @@ def _look(cluster: Cluster, before: dict[str, Size] | None = None) -> Findings:
     problems = [
         *_about_rows(audits),
         *_about_membership(cluster, audits),
-        *_about_mirrors(audits),
+        *_about_indexes(audits),
         *_about_causes(cluster),
     ]
     sizes = {node.incarnation: _size(node, audits[node.incarnation]) for node in nodes}
@@ -143,20 +143,14 @@ def _about_membership(cluster: Cluster, audits: dict[str, Any]) -> list[str]:
     return found
 
 
-def _about_mirrors(audits: dict[str, Any]) -> list[str]:
-    """Each mirror must be the union of the other replicas' holdings."""
+def _about_indexes(audits: dict[str, Any]) -> list[str]:
+    """Each index must have the other replicas' holdings."""
+    held = {name: {key[-SHORT_KEY:] for key in audit["held"]} for name, audit in audits.items()}
     found = []
     for incarnation, audit in audits.items():
-        holders: dict[bytes, list[str]] = {}
-        for other in sorted(set(audits) - {incarnation}):
-            for key in audits[other]["held"]:
-                holders.setdefault(key, []).append(other)
-        right = {key[-SHORT_KEY:]: those for key, those in holders.items()}
-        wrong = sum(
-            right.get(key) != audit["mirror"].get(key) for key in right.keys() | audit["mirror"]
-        )
-        if wrong:
-            found.append(f"the mirror of {incarnation} is wrong about {wrong} chunks")
+        for other in audits.keys() - {incarnation}:
+            if wrong := len(held[other] ^ audit["listed"].get(other, set())):
+                found.append(f"the index of {incarnation} is wrong about {wrong} chunks")
     return found
 
 

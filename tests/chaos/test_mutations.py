@@ -22,7 +22,7 @@ CASES = {
     Mutation.PIN: (["donor is slow"], "rows arrived damaged"),
     Mutation.CANARY: (["rows of other weights"], "wrong"),
     Mutation.FIRM: (["donor is slow"], "chunks of hard names were evicted"),
-    Mutation.SEQUENCE: (["publication lost", "publication repeated"], "the mirror of"),
+    Mutation.SEQUENCE: (["publication lost", "publication repeated"], "the index of"),
 }
 
 

@@ -62,10 +62,10 @@ class FaultyTracker(BlockTracker):
         finally:
             self.asked.pop(request_id, None)
 
-    async def publish(
-        self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
-    ) -> Outcome:
-        publication = (namespace, incarnation, sequence, added, removed)
+    async def publish(self, namespace: str, incarnation: str, sequence: int, *keys: Any) -> Outcome:
+        publication = (namespace, incarnation, sequence, *keys)
+        if keys[-1] is True:  # a snapshot
+            return await super().publish(*publication)
         if self._take("publication lost"):
             return Outcome.APPLIED
         if self._take("publication delayed"):
@@ -81,15 +81,13 @@ class FaultyTracker(BlockTracker):
                 self.done["publication repeated"] += repeated is not Outcome.UNKNOWN
         return outcome
 
-    async def _apply(
-        self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
-    ) -> Outcome:
+    async def _apply(self, namespace: str, incarnation: str, sequence: int, *keys: Any) -> Outcome:
         if self.mutation is Mutation.SEQUENCE:
             known = self._namespaces.find(namespace)
-            lease = known.index._leases.get(incarnation) if known is not None else None
+            lease = known.journal.leases.get(incarnation) if known is not None else None
             if lease is not None:
                 lease.sequence = sequence - 1
-        return await super().publish(namespace, incarnation, sequence, added, removed)
+        return await super().publish(namespace, incarnation, sequence, *keys)
 
     def _lost(self, incarnation: str) -> None:
         self.expired.append((incarnation, time.monotonic()))
@@ -125,7 +123,7 @@ class _TrackerInside:
     async def members(self) -> dict[str, set[str]]:
         """Incarnations by namespace."""
         return {
-            digest: set(known.index._leases) for digest, known in self._tracker._namespaces.items()
+            digest: set(known.journal.leases) for digest, known in self._tracker._namespaces.items()
         }
 
     async def asked_for_prefixes(self) -> dict[str, tuple[str, str]]:

@@ -107,7 +107,7 @@ async def test_an_event_that_cannot_be_printed_is_not_the_last(
     listens_at = await within(30.0, address)
     tracker = await xoscar.actor_ref(address=listens_at, uid=tracker_uid(MODEL))
     for name in ("first", "second"):
-        await tracker.join("ns", Member(name, "127.0.0.1:1"), 36, Settings(), name)
+        await tracker.join("ns", Member(name, "127.0.0.1:1"), Settings(), name)
     await within(30.0, printed.wait())
     until.set()
     await serving

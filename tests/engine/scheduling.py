@@ -1,7 +1,7 @@
 """Both sides of a manager without an engine: vLLM's scheduler above it, a scripted tier below.
 
 `Scheduling` calls the manager in the order in which vLLM's offloading scheduler does. Pool and
-mirror are real. `ScriptedTier` replaces what talks to other processes, so that a test decides when
+index are real. `ScriptedTier` replaces what talks to other processes, so that a test decides when
 and how a fetch ends.
 """
 
@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from tests.harness.comparisons import compared, compared_mirror
+from tests.harness.comparisons import compared, compared_index, snapshot
 from xinference_xavier.engine.audits import CanAudit
 from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.idle import Arrivals
@@ -32,7 +32,6 @@ from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.workload import Step
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.load import Serving
-from xinference_xavier.protocol.tracker import Change, Settings, Update, pack
 from xinference_xavier.replica.fetcher import Fetch, FetchState
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.tracker_client import Claim
@@ -74,7 +73,7 @@ class ScriptedTier(PeerTier):
 
     def __init__(self, pool: Pool, name: str) -> None:
         disk: Any = SimpleNamespace(index={})
-        super().__init__(pool, compared_mirror(name), disk)
+        super().__init__(pool, compared_index(name), disk)
         self.host_disk = disk
         self.is_ready = True
         self.listening = True
@@ -114,7 +113,7 @@ class ScriptedTier(PeerTier):
         return fetch
 
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
-        if not (self.is_ready and self.mirror.enabled and self.peers.members):
+        if not (self.is_ready and self.peers.enabled and self.peers.members):
             return None
         self.claims.append(Claim(keys, seconds))
         return self.claims[-1]
@@ -130,20 +129,7 @@ class ScriptedTier(PeerTier):
     def peers_hold(self, disk: Iterable[bytes] = (), **holdings: Iterable[bytes]) -> None:
         """These incarnations hold these chunks, and no others hold any; and so the disk."""
         self.host_disk.index = tuple(disk)
-        self.mirror.apply(
-            Update(
-                revision=self.mirror.revision + 1,
-                epoch="epoch",
-                snapshot=True,
-                settings=Settings(),
-                key_bytes=KEY_BYTES,
-                members=tuple(map(compared, holdings)),
-                changes=tuple(
-                    Change(name, self.mirror.revision + 1, pack(keys), b"", True)
-                    for name, keys in holdings.items()
-                ),
-            )
-        )
+        self.index.apply(snapshot(*map(compared, holdings), **holdings))
 
     def only_hold(self, **holdings: Iterable[bytes]) -> None:
         """Like `peers_hold`, but who was there before stays, and holds nothing."""

@@ -11,7 +11,7 @@ from tests.engine.scheduling import CHUNK, ROW_BYTES
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.peers import DISK, MAX_PAUSE, MAX_RETRY_AFTER, RETRY_AFTER, Peers, Source
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.protocol.tracker import Left, Member
 from xinference_xavier.replica.fetcher import Fetch
 
 
@@ -169,7 +169,8 @@ class Fetching:
 
     def __init__(self) -> None:
         self.peers = Peers("own")
-        self.peers.follow([Member(name, "127.0.0.1:1") for name in "ab"], "epoch")
+        for name in "ab":
+            self.peers.follow(Member(name, "127.0.0.1:1"))
         self.cost_model = CostModel(self.peers, row_bytes=ROW_BYTES)
         self.now = 1000.0
 
@@ -269,7 +270,8 @@ class TestFailingPeer:
         self.fail(fetching)
         assert fetching.a.outage.is_on
         assert fetching.cost_model.report()["left_out"] == {"a": "timeout"}
-        fetching.peers.follow([], "epoch")
+        fetching.peers.follow(Left("a"))
+        fetching.peers.follow(Left("b"))
         fetching.peers.forget_absent()
         assert fetching.cost_model.report()["left_out"] == {}, "nobody can mend what has left"
 

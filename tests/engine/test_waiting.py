@@ -19,6 +19,7 @@ from tests.engine.scheduling import (
 from xinference_xavier.engine.waiting import Wait
 from xinference_xavier.pool.pool import flush
 from xinference_xavier.protocol.load import Elsewhere, with_mark
+from xinference_xavier.protocol.tracker import Settings
 from xinference_xavier.replica.tracker_client import Claim
 
 KEYS = chunks("prompt", 10)
@@ -43,7 +44,7 @@ NO_REASONS_TO_ASK: dict[str, Callable[[Scheduling], object]] = {
     "not worth fetching": lambda vllm: vllm.tier.peers_hold(a=KEYS[:1]),
     "alone": lambda vllm: vllm.tier.peers_hold(),
     "paused": lambda vllm: setattr(vllm.tier, "is_ready", False),
-    "switched off": lambda vllm: setattr(vllm.tier.mirror, "enabled", False),
+    "switched off": lambda vllm: vllm.tier.peers.follow(Settings(1, enabled=False)),
 }
 
 

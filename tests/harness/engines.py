@@ -54,7 +54,7 @@ _INTERVAL = 0.02
 _LEASE = 3600.0
 _CANARIES = 2  # that each engine computes: a short one and a long one
 SETTLE = GATHER + 0.1
-"""Seconds until what was stored is in every mirror; more than is ever needed."""
+"""Seconds until what was stored is in every index; more than is ever needed."""
 REST = 0.3
 """Seconds of rest before a request. OpenMP's threads spin for 0.2 s after they have computed, and a
 request within that time is faster than a later one. So all requests start from the same state."""
@@ -284,7 +284,7 @@ class Fleet:
         return self.tracker.replicas()
 
     def wait_published(self, name: str, chunks: int) -> None:
-        """Wait until all mirrors have `chunks` that `name` has published since the last `flush`."""
+        """Wait until all indexes have `chunks` that `name` has published since the last `flush`."""
         self._wait(
             lambda: self.replicas()[name]["holdings"] >= chunks,
             f"{name} has published {chunks} chunks",

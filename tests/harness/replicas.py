@@ -1,5 +1,5 @@
 """Real trackers and replicas without vLLM, in processes of their own. A replica has a real pool,
-region, mirror and transfer process. The content of a row follows from its key, so that a single
+region, index and transfer process. The content of a row follows from its key, so that a single
 wrong byte is seen.
 """
 
@@ -24,10 +24,11 @@ import numpy.typing as npt
 import xoscar
 
 from examples.processes import until
-from tests.harness.comparisons import sketch
+from tests.harness.comparisons import all_holders, sketch, usable_holders
 from tests.harness.remote import PATIENCE, Remote, obey, serve_actors
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool, PoolCounts, Row, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Load
@@ -143,7 +144,7 @@ class _Inside:
         self.replica = Replica(
             XavierConfig(**options),
             engine=self.engine,
-            tier=PeerTier(self.pool, Mirror(name), NoDisk()),
+            tier=PeerTier(self.pool, Index(Peers(name)), NoDisk()),
             namespace=namespace,
             key_bytes=KEY_BYTES,
             region=self.region,
@@ -232,12 +233,11 @@ class _Inside:
         return self.region.row(row.slot).tobytes()
 
     def holders(self, key: bytes) -> tuple[str, ...]:
-        return self.replica.mirror.holders(key)
+        return usable_holders(self.replica.index, key)
 
     def all_holders(self, key: bytes) -> tuple[str, ...]:
         """Also those that nothing is fetched from."""
-        mirror = self.replica.mirror
-        return tuple(sorted(mirror.peers.names(mirror.full_set(key))))
+        return all_holders(self.replica.index, key)
 
     def counts(self) -> PoolCounts:
         return self.pool.counts()
@@ -272,10 +272,10 @@ class _Inside:
         return asking.result(DEADLINE)
 
     def enabled(self) -> bool:
-        return self.replica.mirror.enabled
+        return self.replica.peers.enabled
 
     def address(self, peer: str) -> str | None:
-        return self.replica.mirror.peers.address(peer)
+        return self.replica.peers.address(peer)
 
     def is_up(self) -> bool:
         """Whether it has joined and its transfer process knows the secret."""

@@ -45,10 +45,7 @@ UPDATE = Update(
     3,
     "epoch",
     False,
-    Settings(1, True, "off"),
-    4,
-    (Member("own", "h:0"), Member("a", "h:1")),
-    (Change("a", 2, b"key2", b"key1", False),),
+    (Settings(1, True, "off"), Member("a", "h:1"), Change("a", 2, b"key2", b"key1")),
 )
 OBSERVATION = Observation(
     UPDATE, 7, False, (ReplicaLoad("a", "m-0", 0.1, LOAD),), ("b",), (PROMPT, ANSWER)

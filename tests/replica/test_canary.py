@@ -16,11 +16,11 @@ from tests.harness.replicas import (
     wait_until,
 )
 from tests.tracker_pools import let_others_run
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.peers import DISK
+from xinference_xavier.index import Index
+from xinference_xavier.peers import DISK, Peers
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.sketches import Difference
-from xinference_xavier.protocol.tracker import Comparison, Member, Settings, Update, Verdict
+from xinference_xavier.protocol.tracker import Comparison, Left, Member, Update, Verdict
 from xinference_xavier.replica.canary import Audited, Canary, Computed, Lost
 from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.namespace import SharedNamespace
@@ -29,31 +29,33 @@ from xinference_xavier.replica.reports import EventReporter, Identity, Publisher
 FOUND = Difference("layer", 0.5)
 DIFFERS = Comparison(Verdict.DIFFERS, str(FOUND), "first", FOUND, "namespace~1")
 ALL = [b"other's", b"own", b"peer's"]
-UNLIKE = Member("unlike", "host:1", True, DIFFERS)
+UNLIKE = Left("unlike", DIFFERS)
 
 
 class Scene:
     """A replica that has computed a canary, in a namespace with other replicas."""
 
     def __init__(self) -> None:
-        self.mirror = Mirror("own")
-        self.namespace = SharedNamespace("namespace", self.mirror, NoDisk())
+        self.index = Index(Peers("own"))
+        self.peers = self.index.members
+        self.namespace = SharedNamespace("namespace", self.index, NoDisk())
         self.pool = Pool(4)
         for key, origin in ((b"own", None), (b"peer's", "peer"), (b"other's", "other")):
             (row,) = self.pool.reserve([key]).rows
             row.origin = origin
             self.pool.commit(row)
-        self.events = EventReporter(Identity("model", "own", "", 4))
+        self.events = EventReporter(Identity("model", "own", ""))
         self.disk = Mock(spec=Disk)
         self.canary = Canary(
-            self.mirror, self.namespace, self.disk, Publisher("own", self.pool), self.events
+            self.peers, self.namespace, self.disk, Publisher("own", self.pool), self.events
         )
         self.canary.computed("short", sketch())
         self.update(compared("peer"))
 
-    def update(self, *members: Member, differing: tuple[Member, ...] = ()) -> None:
-        self.mirror.apply(Update(1, "e", True, Settings(), 1, members, (), differing=differing))
-        self.canary.mirror_changed()
+    def update(self, *news: Member | Left) -> None:
+        """A snapshot."""
+        self.index.apply(Update(1, "e", True, news))
+        self.canary.peers_changed()
 
     def judged(self, comparison: Comparison = COMPARED) -> None:
         self.canary.judged(self.namespace.current, self.canary.report, comparison)
@@ -80,48 +82,48 @@ class TestTrust:
     @pytest.mark.parametrize("verdict", list(Verdict))
     async def test_takes_a_verdict_on_this_replica(self, scene: Scene, verdict: Verdict) -> None:
         scene.judged(Comparison(verdict))
-        assert scene.mirror.is_usable("peer") == (verdict is Verdict.COMPARED)
-        assert scene.mirror.may_fetch("peer") == (verdict is Verdict.COMPARED)
+        assert scene.peers.is_usable("peer") == (verdict is Verdict.COMPARED)
+        assert scene.peers.may_fetch("peer") == (verdict is Verdict.COMPARED)
 
     @pytest.mark.parametrize("verdict", list(Verdict))
     async def test_takes_a_verdict_on_the_peer(self, scene: Scene, verdict: Verdict) -> None:
         scene.update(Member("peer", "host:1", True, Comparison(verdict)))
         scene.judged()
-        assert scene.mirror.is_usable("peer") == (verdict is Verdict.COMPARED)
+        assert scene.peers.is_usable("peer") == (verdict is Verdict.COMPARED)
 
     async def test_does_not_come_from_what_was_computed_before_a_reset(self, scene: Scene) -> None:
         before = scene.canary.report
         scene.canary.reset()
         scene.canary.judged("namespace", before, COMPARED)
-        assert not scene.mirror.is_usable("peer")
+        assert not scene.peers.is_usable("peer")
         assert scene.canary.report == report()
 
     async def test_ends_in_another_namespace(self, scene: Scene) -> None:
         scene.judged()
         await scene.namespace.part("namespace", "namespace~1")
         scene.update(compared("peer"))
-        assert not scene.mirror.is_usable("peer")
+        assert not scene.peers.is_usable("peer")
 
     async def test_ends_with_a_row_that_differs_until_a_reset(self, scene: Scene) -> None:
         """Its engine is the same when it comes back, after its lease has expired."""
         scene.judged()
         scene.canary.take(Audited("peer", FOUND))
-        assert not scene.mirror.is_usable("peer")
+        assert not scene.peers.is_usable("peer")
         scene.update()
-        assert scene.mirror.differs("peer"), "its rows may still arrive"
+        assert scene.peers.differs("peer"), "its rows may still arrive"
         scene.update(compared("peer"))
-        assert not scene.mirror.is_usable("peer")
-        assert not scene.mirror.may_fetch("peer")
-        assert scene.mirror.unlike == {"peer"}
+        assert not scene.peers.is_usable("peer")
+        assert not scene.peers.may_fetch("peer")
+        assert scene.peers.unlike == {"peer"}
         await scene.namespace.part("namespace", "namespace~1")
         scene.update(compared("peer"))
         scene.judged()
-        assert scene.mirror.is_usable("peer")
+        assert scene.peers.is_usable("peer")
 
     async def test_is_no_business_of_a_stranger(self, scene: Scene) -> None:
         """It has not learned that this replica was reset, and left it."""
         scene.judged()
-        assert not scene.mirror.may_fetch("stranger")
+        assert not scene.peers.may_fetch("stranger")
 
 
 class TestWhatDiffers:
@@ -142,14 +144,14 @@ class TestWhatDiffers:
     async def test_is_counted_once_although_it_has_left(self, scene: Scene) -> None:
         scene.update(compared("peer"), compared("unlike"))
         for _ in range(2):
-            scene.update(compared("peer"), differing=(UNLIKE,))
+            scene.update(UNLIKE, compared("peer"))
         assert (scene.told(), scene.canary.stats.differing) == ([], 1)
         assert scene.namespace.current == "namespace"
-        assert scene.mirror.differs("unlike")
+        assert scene.peers.differs("unlike")
 
     async def test_is_no_news_to_a_replica_that_never_met_it(self, scene: Scene) -> None:
         """A tracker lists whoever differed as long as the namespace lasts."""
-        scene.update(compared("peer"), differing=(UNLIKE,))
+        scene.update(UNLIKE, compared("peer"))
         assert (scene.held(), scene.canary.stats.differing) == (ALL, 0)
 
     @pytest.mark.parametrize("parts", [False, True])
@@ -164,7 +166,7 @@ class TestWhatDiffers:
             scene.judged(DIFFERS)
         else:
             scene.update(compared("unlike"))
-            scene.update(differing=(UNLIKE,))
+            scene.update(UNLIKE)
         await let_others_run()
         assert not scene.pool.commit(coming)
         assert scene.held() == [b"own"]
@@ -199,7 +201,7 @@ class TestAProbe:
         assert (scene.canary.stats.audits, scene.canary.stats.failed_audits) == (1, 1)
         assert scene.told() == [("AuditFailed", donor or "")]
         assert scene.held() == held
-        assert scene.mirror.is_usable("peer") == (donor != "peer")
+        assert scene.peers.is_usable("peer") == (donor != "peer")
         assert scene.disk.distrust.called == (donor == DISK)
 
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from tests.harness.comparisons import compared, compared_mirror
+from tests.harness.comparisons import compared, compared_index, snapshot
 from tests.harness.replicas import content, fresh_keys
 from xinference_xavier import disk as store_module
 from xinference_xavier.disk import Store, folder_of, summaries
@@ -25,7 +25,7 @@ from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.sketches import Difference, Sketch
-from xinference_xavier.protocol.tracker import Change, Settings, Update
+from xinference_xavier.protocol.tracker import Settings
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica import disk as module
 from xinference_xavier.replica.disk import READERS, Disk, DiskState
@@ -52,9 +52,9 @@ class Life:
         self.pool = Pool(slots)
         limit = int(rows * FILE_BYTES)
         self.disk = Disk(parent, limit, "model", self.region, self.pool, **options)
-        self.mirror = compared_mirror("own")
-        self.namespace = SharedNamespace("namespace", self.mirror, self.disk)
-        self.tier = PeerTier(self.pool, self.mirror, self.disk)
+        self.index = compared_index("own")
+        self.namespace = SharedNamespace("namespace", self.index, self.disk)
+        self.tier = PeerTier(self.pool, self.index, self.disk)
         peers: Any = SimpleNamespace(
             namespace=self.namespace,
             reset=lambda: None,
@@ -71,7 +71,7 @@ class Life:
             row_bytes=ROW_BYTES,
             process=peers,
             namespace=self.namespace,
-            mirror=self.mirror,
+            index=self.index,
             disk=self.disk,
             publisher=publisher,
             events=Mock(),
@@ -825,12 +825,8 @@ class Peers:
         self.life = Life(tmp_path)
         keys = {each: bytes([each]) * 36 for each in {*one, *two, *saved}}
         self.keys = keys
-        changes = tuple(
-            Change(name, 1, b"".join(keys[each] for each in held), b"", True)
-            for name, held in (("one", one), ("two", two))
-        )
-        members = (compared("one"), compared("two"))
-        self.life.mirror.apply(Update(1, "epoch", True, Settings(), 36, members, changes))
+        holdings = {"one": map(keys.__getitem__, one), "two": map(keys.__getitem__, two)}
+        self.life.index.apply(snapshot(*map(compared, holdings), **holdings))
         self.life.disk.index = tuple(keys[each] for each in saved)
         self.tier = self.life.tier
         self.life.peers.ready = True
@@ -862,9 +858,9 @@ def test_the_longest_run_of_any_source_counts(peers: Peers) -> None:
     assert peers.run(b"x") == (0, [])
 
 
-def test_switched_off_nothing_is_read_from_the_disk(peers: Peers) -> None:
-    peers.life.mirror.enabled = False
-    assert peers.run(b"abcd") == (3, ["one"])
+def test_switched_off_nothing_comes_from_anywhere(peers: Peers) -> None:
+    peers.life.index.members.follow(Settings(1, enabled=False))
+    assert peers.run(b"abcd") == (0, [])
 
 
 def test_between_a_reset_and_the_move_nothing_is_there(peers: Peers) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.comparisons import compared, compared_mirror
+from tests.harness.comparisons import compared, compared_index
 from tests.tracker_pools import let_others_run
 from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.pool.pool import Pool, Row
@@ -108,18 +108,18 @@ class Scene:
 
     def __init__(self, pool: Pool, disk: Disk) -> None:
         self.process: Any = SimpleNamespace(endpoint=Endpoint("host:1", None), ready=True)
-        self.mirror = compared_mirror("own")
-        self.namespace = SharedNamespace("namespace", self.mirror, disk)
+        self.index = compared_index("own")
+        self.namespace = SharedNamespace("namespace", self.index, disk)
         publisher = Publisher("own", pool)
         self.donor = Donor(
-            pool, self.mirror, disk, self.process, self.namespace, publisher, LIFETIME
+            pool, self.index.members, disk, self.process, self.namespace, publisher, LIFETIME
         )
         self.join()
 
     def join(self) -> None:
         members = (compared("consumer"),)
-        self.mirror.set_compared(True)
-        self.mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
+        self.index.members.set_compared(True)
+        self.index.apply(Update(1, "epoch", True, members))
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_donor_without_a_transfer_process_grants_nothing(scene: Scene) -> None
 
 
 def test_a_donor_grants_nothing_while_sharing_is_switched_off(scene: Scene) -> None:
-    scene.mirror.apply(Update(2, "epoch", True, Settings(enabled=False), 4, (), ()))
+    scene.index.apply(Update(2, "epoch", True, (Settings(enabled=False),)))
     with pytest.raises(GrantRefusedError, match="sharing is off"):
         scene.donor.grant(REQUEST)
 
@@ -191,7 +191,7 @@ async def test_links_and_grants_of_a_replica_that_is_gone_end(
     running = asyncio.create_task(scene.donor.run())
     await let_others_run()
     assert (ended, len(scene.donor.grants)) == ([], 1)
-    scene.mirror.apply(Update(2, "epoch", True, Settings(), 4, (), ()))
+    scene.index.apply(Update(2, "epoch", True, ()))
     await let_others_run()
     running.cancel()
     await asyncio.wait({running})

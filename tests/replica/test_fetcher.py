@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults import CORRUPT_ROW
-from tests.harness.comparisons import compared, compared_mirror
+from tests.harness.comparisons import compared, compared_index
 from tests.harness.replicas import (
     ROW_BYTES,
     ReplicaProcess,
@@ -21,7 +21,7 @@ from tests.harness.replicas import (
 )
 from tests.tracker_pools import let_others_run
 from xinference_xavier.pool.pool import Pool, flush
-from xinference_xavier.protocol.tracker import Member, Settings, Update
+from xinference_xavier.protocol.tracker import Comparison, Left, Member, News, Update, Verdict
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullOrder, PullResult
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher
@@ -188,8 +188,8 @@ class Fetching:
         self.may_end, self.pulling, self.arrive = (asyncio.Event() for _ in range(3))
         self.rolled_back: list[str] = []
         self.donor: Any = SimpleNamespace(grant=self._grant, release=self._release)
-        self.mirror = compared_mirror("own")
-        self.namespace = SharedNamespace("namespace", self.mirror, NoDisk())
+        self.index = compared_index("own")
+        self.namespace = SharedNamespace("namespace", self.index, NoDisk())
         events: Any = SimpleNamespace(
             rolled_back=lambda donor, reason, *_: self.rolled_back.append(reason)
         )
@@ -199,7 +199,7 @@ class Fetching:
             row_bytes=1,
             process=process,
             namespace=self.namespace,
-            mirror=self.mirror,
+            index=self.index,
             disk=NoDisk(),
             publisher=Publisher("own", self.pool),
             events=events,
@@ -212,14 +212,13 @@ class Fetching:
         finally:
             await self.may_end.wait()
 
-    def members(self, *members: Member, differing: tuple[Member, ...] = ()) -> None:
-        update = Update(1, "epoch", True, Settings(), 3, members, (), differing=differing)
-        self.mirror.apply(update)
-        for peer in self.mirror.peers.values():
+    def update(self, *news: News) -> None:
+        self.index.apply(Update(1, "epoch", False, news))
+        for peer in self.index.members.values():
             peer.actor = self.donor
 
     def meet_donor(self) -> None:
-        self.members(compared("donor"))
+        self.update(compared("donor"))
 
     def fetch(self) -> asyncio.Future[None]:
         rows = self.pool.reserve([b"key"], redundant=None).rows
@@ -265,7 +264,7 @@ async def test_nothing_is_fetched_between_a_reset_and_the_move_to_another_namesp
 
 
 async def test_a_donor_that_was_not_compared_is_asked_for_nothing(fetching: Fetching) -> None:
-    fetching.members(Member("donor", "host:1"))
+    fetching.update(Member("donor", "host:1"))
     fetching.arrive.set()
     await fetching.fetch()
     assert fetching.rolled_back == ["not compared"]
@@ -291,7 +290,7 @@ async def test_rows_are_used_if_on_arrival_their_donor_is_still_known_to_compute
         case "what was fetched is in doubt":
             flush(fetching.pool, lambda row: row.origin is not None)
         case "differs":
-            fetching.members(differing=(Member("donor", "host:1"),))
+            fetching.update(Left("donor", Comparison(Verdict.DIFFERS)))
         case "reset":
             fetching.pool.reset()
     fetching.arrive.set()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from tests.harness.comparisons import compared, snapshot
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool
-from xinference_xavier.protocol.tracker import Change, Member, Settings, Update, pack
+from xinference_xavier.protocol.tracker import Member
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, Explainer, self_check
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -22,25 +24,22 @@ PROMPT = 85
 
 
 def key(place: int, group: int = 0) -> bytes:
-    return bytes([place, 0, 0, 0, group])
+    return bytes([place, *bytes(10), group])
 
 
 def explain(own: str, *, groups: int = 1, **peers: str) -> dict[str, Any]:
     """Each text marks which of 8 whole chunks a replica has in its pool ("x"); "d" in `own` only on
     its disk."""
-    pool, mirror = Pool(20), Mirror("own")
+    pool, index = Pool(20), Index(Peers("own"))
     for row in pool.reserve(keys_at(own, "x")).rows:
         pool.commit(row)
-    changes = tuple(
-        Change(name, 1, pack(keys_at(held, "x")), b"", True) for name, held in peers.items()
-    )
-    members = tuple(Member(name, "host:1") for name in peers)
-    mirror.apply(Update(1, "epoch", True, Settings(), 5, members, changes))
+    holdings = {name: keys_at(held, "x") for name, held in peers.items()}
+    index.apply(snapshot(*map(compared, peers), **holdings))
     chunks = [tuple(key(place, group) for group in range(groups)) for place in range(8)]
     chunked = Chunked(PROMPT, 4096, CHUNK, chunks)
     disk = NoDisk()
     disk.index = tuple(keys_at(own, "d"))
-    explainer = Explainer(lambda question: chunked, "own", PeerTier(pool, mirror, disk))
+    explainer = Explainer(lambda question: chunked, "own", PeerTier(pool, index, disk))
     return explainer.explanation(chunked)
 
 
@@ -98,11 +97,10 @@ async def address() -> AsyncIterator[str]:
 
 
 async def check(*peers: Member, **config: Any) -> dict[str, Any]:
-    mirror = Mirror("own")
-    members = (Member("own", f"{HOST}:1"), *peers)
-    mirror.apply(Update(1, "epoch", True, Settings(), 4, members, ()))
+    index = Index(Peers("own"))
+    index.apply(snapshot(*peers))
     process: Any = Process()
-    return await self_check(_config(**config), mirror, process, {"dtype": "float32"})
+    return await self_check(_config(**config), index.members, process, {"dtype": "float32"})
 
 
 def _config(**options: Any) -> XavierConfig:

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.harness.comparisons import compared
+from tests.harness.comparisons import compared, snapshot
 from tests.tracker_pools import let_others_run
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.protocol.tracker import Settings, Update
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.namespace import SharedNamespace
 
@@ -37,7 +37,7 @@ class Tracker:
 
 
 def make(disk: Disk | None = None) -> SharedNamespace:
-    return SharedNamespace("own", Mirror("incarnation"), disk or NoDisk())
+    return SharedNamespace("own", Index(Peers("incarnation")), disk or NoDisk())
 
 
 @pytest.fixture
@@ -112,20 +112,20 @@ async def test_a_version_without_a_reset_changes_nothing(namespace: SharedNamesp
 
 
 async def test_a_change_forgets_peers_after_the_session_that_told_of_them() -> None:
-    mirror, begun = Mirror("incarnation"), asyncio.Event()
-    namespace = SharedNamespace("own", mirror, NoDisk())
+    index, begun = Index(Peers("incarnation")), asyncio.Event()
+    namespace = SharedNamespace("own", index, NoDisk())
 
     async def session(_: str) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
-            mirror.apply(Update(1, "epoch", True, Settings(), 4, (compared("peer"),), ()))
+            index.apply(snapshot(compared("peer")))
 
     running = asyncio.create_task(namespace.run_session(session))
     await begun.wait()
     await namespace.part("own", "own~1")
-    assert not mirror.peers
+    assert not index.members
     await running
 
 

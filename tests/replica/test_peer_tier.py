@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness.comparisons import compared, compared_mirror
+from tests.harness.comparisons import compared, compared_index, snapshot
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.protocol.tracker import Change, Member, Settings, Update
+from xinference_xavier.protocol.tracker import Member
 from xinference_xavier.replica import peer_tier as module
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch
@@ -41,14 +41,14 @@ class Loop:
             reset=lambda: self.calls.append("comparisons are void"),
             ready=True,
         )
-        self.mirror = compared_mirror("own")
-        self.tier = PeerTier(self.pool, self.mirror, NoDisk())
+        self.index = compared_index("own")
+        self.tier = PeerTier(self.pool, self.index, NoDisk())
         self._loop = asyncio.new_event_loop()
         self._now = 0.0
         self._numbers = itertools.count()
         self._loop.time = lambda: self._now  # type: ignore[method-assign]
 
-        namespace = SharedNamespace("namespace", self.mirror, NoDisk())
+        namespace = SharedNamespace("namespace", self.index, NoDisk())
         self.background = Background(
             self._loop, replica, replica, replica, replica, replica, namespace
         )
@@ -136,7 +136,7 @@ def test_a_claim_is_made_where_there_are_peers_and_released_after_its_last_chunk
 ) -> None:
     loop.store(b"first")
     assert loop.tier.claim([b"first", b"last"], 1.0) is None
-    loop.mirror.apply(Update(1, "epoch", True, Settings(), 4, (compared("peer"),), ()))
+    loop.index.apply(snapshot(compared("peer")))
     claim = loop.tier.claim([b"first", b"last"], 1.0)
     loop.run()
     assert loop.calls[1:] == [claim]
@@ -172,10 +172,9 @@ def test_a_chunk_that_is_stored_again_is_withdrawn_before_it_is_offered(loop: Lo
 
 
 async def test_a_peer_that_does_not_serve_is_no_source() -> None:
-    mirror = compared_mirror("own")
-    changes = tuple(Change(name, 1, b"key1", b"", False) for name in "abc")
+    index, key, other = compared_index("own"), b"key 00000001", b"key 00000002"
     members = (compared("a"), compared("b", serves=False), Member("c", "h:1"))
-    mirror.apply(Update(1, "epoch", True, Settings(), 4, members, changes))
-    tier = PeerTier(Pool(ROWS), mirror, NoDisk())
-    assert tier.peers.names(tier.holders(b"key1")) == ["a"]
-    assert tier.holders(b"key2") == 0
+    index.apply(snapshot(*members, a=[key], b=[key], c=[key]))
+    tier = PeerTier(Pool(ROWS), index, NoDisk())
+    assert tier.peers.names(tier.holders(key)) == ["a"]
+    assert tier.holders(other) == 0

@@ -16,7 +16,7 @@ from xinference_xavier.errors import NotSharing
 from xinference_xavier.peers import Peer
 from xinference_xavier.pool.pool import Pool, PoolCounts
 from xinference_xavier.protocol.load import Load, RequestReport, Serving
-from xinference_xavier.protocol.tracker import NotMemberError, Outcome, pack
+from xinference_xavier.protocol.tracker import SHORT_KEY, NotMemberError, Outcome, pack_short
 from xinference_xavier.replica import reports as module
 from xinference_xavier.replica.fetcher import FetchCounts
 from xinference_xavier.replica.replica import Replica
@@ -81,7 +81,7 @@ def test_an_outage_of_the_tracker_has_one_beginning_and_one_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However many sessions fail in it. The first session is no event."""
-    reporter = EventReporter(Identity("m", "a", "", 4))
+    reporter = EventReporter(Identity("m", "a", ""))
     reporter.tracker_session(None)
     for _ in range(2):
         for error in (ConnectionError("refused"), TimeoutError(), None, None):
@@ -100,18 +100,18 @@ async def test_a_snapshot_has_the_latest_chunks_that_the_tracker_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = [b"%036d" % number for number in range(5)]
-    monkeypatch.setattr(module, "MAX_PACKED_BYTES", 3 * len(keys[0]) - 1)
+    monkeypatch.setattr(module, "MAX_PACKED_BYTES", 3 * SHORT_KEY - 1)
     sent: list[object] = []
 
-    async def call(method: str, sequence: int, *packed: bytes) -> Outcome:
-        sent.append((method, *packed))
+    async def call(method: str, sequence: int, *publication: object) -> Outcome:
+        sent.append((method, *publication))
         return Outcome.APPLIED
 
     pool = Pool(len(keys))
     for row in pool.reserve(keys).rows:
         pool.commit(row, checksum=1)
     await Publisher("a", pool).send_holdings(call)
-    assert sent == [("replace", pack(keys[3:]))]
+    assert sent == [("publish", pack_short(keys[3:]), b"", True)]
 
 
 HITS = Hits(remote=3)
@@ -123,13 +123,6 @@ PEERS = {
     "b": Peer("b", 4, received=8),
     "c": Peer("c", 8),
 }
-
-
-class Mirrored:
-    peers = PEERS
-
-    def __len__(self) -> int:
-        return 8
 
 
 def stats(counts: FetchCounts) -> dict[str, Any]:
@@ -144,7 +137,8 @@ def stats(counts: FetchCounts) -> dict[str, Any]:
             disk=SimpleNamespace(report=lambda: DISK),
         ),
         donor=SimpleNamespace(grants=[1, 2]),
-        mirror=Mirrored(),
+        index=range(8),
+        peers=PEERS,
         canary=SimpleNamespace(stats=ComparisonStats(16, 17, 18, 19)),
         process=SimpleNamespace(pid=11, starts=3),
         _client=SimpleNamespace(

@@ -14,20 +14,21 @@ from unittest.mock import AsyncMock
 import pytest
 import xoscar as xo
 
-from tests.harness.comparisons import compared, sketch
+from tests.harness.comparisons import all_holders, compared, sketch, usable_holders
 from tests.tracker_pools import MODEL, create_tracker, let_others_run
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.events import TrackerLost, event_dict
-from xinference_xavier.mirror import PIECE, Mirror
+from xinference_xavier.index import PIECE, Index
+from xinference_xavier.peers import Peers as Members
 from xinference_xavier.pool.pool import Row, RowState
 from xinference_xavier.protocol.load import Load, Observation, Serving
 from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import (
+    SHORT_KEY,
     Change,
     Comparison,
     Outcome,
-    Settings,
     Update,
     Verdict,
     tracker_uid,
@@ -41,16 +42,16 @@ from xinference_xavier.replica.reports import EventReporter, Identity, LoadRepor
 from xinference_xavier.replica.tracker_client import Claim, TrackerClient, TrackerLocation
 from xinference_xavier.tracker.actor import BlockTracker
 
-K1, K2, K3 = b"key1", b"key2", b"key3"
+K1, K2, K3 = b"key 00000001", b"key 00000002", b"key 00000003"
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed."""
 
 
-class WatchedMirror(Mirror):
-    """A mirror whose updates can be waited for."""
+class WatchedIndex(Index[Members]):
+    """An index whose updates can be waited for."""
 
-    def __init__(self, incarnation: str) -> None:
-        super().__init__(incarnation)
+    def __init__(self, own: str) -> None:
+        super().__init__(Members(own))
         self.snapshots = 0
         self._applied_one = asyncio.Event()
 
@@ -61,9 +62,9 @@ class WatchedMirror(Mirror):
 
     def known_holders(self, key: bytes) -> tuple[str, ...]:
         """Whether or not they serve."""
-        return tuple(sorted(self.peers.names(self.full_set(key))))
+        return all_holders(self, key)
 
-    async def until(self, true: Callable[[WatchedMirror], bool]) -> None:
+    async def until(self, true: Callable[[WatchedIndex], bool]) -> None:
         async with asyncio.timeout(PATIENCE):
             while not true(self):
                 self._applied_one.clear()
@@ -100,7 +101,7 @@ class Holdings(set[bytes]):
 
 
 class Peer:
-    """A replica: its pool, client and mirror. `find` finds the tracker."""
+    """A replica: its pool, client and index. `find` finds the tracker."""
 
     def __init__(
         self,
@@ -120,18 +121,18 @@ class Peer:
         self.searching = asyncio.Event()
         self.pool = Holdings()
         self.process = Process()
-        self.mirror = WatchedMirror(name)
-        self.namespace = SharedNamespace(namespace, self.mirror, NoDisk())
-        own, publisher = Identity(MODEL, name, "", 4), Publisher(name, cast(Any, self.pool))
+        self.index = WatchedIndex(name)
+        self.namespace = SharedNamespace(namespace, self.index, NoDisk())
+        own, publisher = Identity(MODEL, name, ""), Publisher(name, cast(Any, self.pool))
         events = arguments.pop("events", EventReporter(own))
-        self.canary = Canary(self.mirror, self.namespace, NoDisk(), publisher, events)
+        self.canary = Canary(self.index.members, self.namespace, NoDisk(), publisher, events)
         self.canary.computed("short", sketch())
         location: Any = SimpleNamespace(find=search)
         process: Any = self.process
         self.client = TrackerClient(
             own,
             location,
-            mirror=self.mirror,
+            index=self.index,
             namespace=self.namespace,
             canary=self.canary,
             publisher=publisher,
@@ -165,7 +166,7 @@ class Peer:
         self.client.publisher.flush()
 
     async def sees(self, key: bytes, *holders: str) -> None:
-        await self.mirror.until(lambda mirror: mirror.known_holders(key) == holders)
+        await self.index.until(lambda index: index.known_holders(key) == holders)
 
 
 class Peers:
@@ -224,17 +225,17 @@ async def peers(pool: Any) -> AsyncIterator[Peers]:
         await peer.crash()
 
 
-async def test_what_a_replica_publishes_and_withdraws_the_others_mirror(peers: Peers) -> None:
+async def test_what_a_replica_publishes_and_withdraws_the_others_list(peers: Peers) -> None:
     a, b = await peers.start_two()
     a.store(K1, K2)
     await b.sees(K1, "a")
     await b.sees(K2, "a")
     a.evict(K1)
     await b.sees(K1)
-    assert b.mirror.known_holders(K2) == ("a",)
-    assert b.mirror.peers.address("a") == "a.example:1"
-    assert b.mirror.snapshots == 1, "it asks only for what is new"
-    assert a.mirror.known_holders(K2) == ()
+    assert b.index.known_holders(K2) == ("a",)
+    assert b.index.members.address("a") == "a.example:1"
+    assert b.index.snapshots == 1, "it asks only for what is new"
+    assert a.index.known_holders(K2) == ()
 
 
 async def test_keys_queued_together_travel_as_one_publication_with_their_net_effect(
@@ -247,7 +248,7 @@ async def test_keys_queued_together_travel_as_one_publication_with_their_net_eff
     a.evict(K3)
     a.store(K3)
     await b.sees(K2, "a")
-    assert (b.mirror.known_holders(K1), b.mirror.known_holders(K3)) == ((), ("a",))
+    assert (b.index.known_holders(K1), b.index.known_holders(K3)) == ((), ("a",))
     assert a.client.publisher.batches == 1
     assert a.client.publisher.last_sequence == 2
 
@@ -264,7 +265,7 @@ async def test_withdrawn_keys_wait_for_the_next_held_ones(
     assert a.client.publisher.batches == 0
     a.store(K2)
     await b.sees(K2, "a")
-    assert b.mirror.known_holders(K1) == ()
+    assert b.index.known_holders(K1) == ()
     assert a.client.publisher.batches == 1
 
 
@@ -276,14 +277,14 @@ async def test_a_snapshot_replaces_a_queue_that_is_too_long(
     a.store(K1, K2, K3)
     a.evict(K2, K3)
     await b.sees(K1, "a")
-    assert len(b.mirror) == 1
+    assert len(b.index) == 1
     assert (a.client.publisher.batches, a.client.publisher.replacements) == (0, 2)
 
 
 async def test_two_replicas_of_one_incarnation_end_each_other_s_sessions(peers: Peers) -> None:
     errors: list[Exception | None] = []
     a = await peers.start("a", events=SimpleNamespace(tracker_session=errors.append, pending=()))
-    await peers.tracker.replace("namespace", "a", 7, K1)
+    await peers.tracker.publish("namespace", "a", 7, K1, b"", True)
     a.store(K2)
     await until_lost(a)
     assert errors[0] is None
@@ -297,11 +298,11 @@ async def test_a_replica_serves_once_it_says_so(
     monkeypatch.setattr(client_module, "HEARTBEAT", 3600.0)
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
-    assert b.mirror.peers.serving == frozenset()
+    assert b.index.members.serving == frozenset()
     for serves in (True, False, True):
         a.process.set_ready(serves)
-        await b.mirror.until(lambda mirror, serves=serves: ("a" in mirror.peers.serving) is serves)
-    assert b.mirror.known_holders(K1) == ("a",)
+        await b.index.until(lambda index, serves=serves: ("a" in index.members.serving) is serves)
+    assert b.index.known_holders(K1) == ("a",)
 
 
 async def until_loads(tracker: Any, *incarnations: str) -> Observation:
@@ -387,22 +388,22 @@ async def test_a_lost_tracker_is_filled_again_by_its_replicas(peers: Peers) -> N
     assert a.process.secrets == b.process.secrets == [a.client.secret]
     a.process.set_ready(True)
     await peers.tracker.set_enabled(False)
-    await a.mirror.until(lambda mirror: not mirror.enabled)
+    await a.index.until(lambda index: not index.members.enabled)
     await peers.lose_tracker()
     a.store(K2)
-    assert b.mirror.known_holders(K1) == ("a",), "the peer is still there, the tracker alone is not"
+    assert b.index.known_holders(K1) == ("a",), "the peer is still there, the tracker alone is not"
     await peers.new_tracker()
     await a.client.joined.wait()
     await b.client.joined.wait()
     await b.sees(K2, "a")
     await b.sees(K1, "a")
-    await b.mirror.until(lambda mirror: mirror.peers.serving == {"a"})
+    await b.index.until(lambda index: index.members.serving == {"a"})
     b.store(K3)
     await a.sees(K3, "b")
     assert len(a.process.secrets) == 2
     assert a.process.secrets[0] != a.process.secrets[1] == b.process.secrets[1]
     assert not (await peers.tracker.status())["enabled"]
-    assert not a.mirror.enabled
+    assert not a.index.members.enabled
 
 
 async def test_a_tracker_is_found_where_it_is_now(peers: Peers) -> None:
@@ -427,7 +428,7 @@ async def test_a_crashed_replica_is_gone_when_its_lease_ends(peers: Peers) -> No
     a, b = await peers.start_two(K1)
     await a.crash()
     await b.sees(K1)
-    assert not b.mirror.peers
+    assert not b.index.members
 
 
 async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(peers: Peers) -> None:
@@ -479,26 +480,21 @@ class DeafTracker(BlockTracker):
         await super().publish(namespace, incarnation, sequence, *batch)
         return outcome
 
-    async def replace(self, *arguments: Any) -> Outcome:
-        self._heard.release()
-        return await super().replace(*arguments)
-
 
 async def test_lost_and_repeated_publications_leave_no_trace(peers: Peers) -> None:
     heard = asyncio.Semaphore(0)
     await peers.lose_tracker()
     await xo.create_actor(DeafTracker, MODEL, heard, address=peers.address, uid=tracker_uid(MODEL))
     a, b = await peers.start_two()
-    keys = (b"%04d" % number for number in range(1000))
+    keys = (b"%012d" % number for number in range(1000))
     while a.client.publisher.last_sequence < 12:
         a.store(next(keys), next(keys))
         a.evict(min(a.pool))
         async with asyncio.timeout(PATIENCE):
             await heard.acquire()
-    await b.mirror.until(
-        lambda mirror: (
-            len(mirror) == len(a.pool)
-            and all(mirror.known_holders(key) == ("a",) for key in a.pool)
+    await b.index.until(
+        lambda index: (
+            len(index) == len(a.pool) and all(index.known_holders(key) == ("a",) for key in a.pool)
         )
     )
     assert a.client.publisher.replacements > 1
@@ -510,9 +506,9 @@ async def test_sharing_can_be_switched_off_and_on(peers: Peers) -> None:
     a.process.set_ready(True)
     for enabled in (True, False, True):
         await peers.tracker.set_enabled(enabled)
-        await a.mirror.until(lambda mirror, enabled=enabled: mirror.enabled is enabled)
-        await b.mirror.until(
-            lambda mirror, enabled=enabled: mirror.holders(K1) == (("a",) if enabled else ())
+        await a.index.until(lambda index, enabled=enabled: index.members.enabled is enabled)
+        await b.index.until(
+            lambda index, enabled=enabled: usable_holders(index, K1) == (("a",) if enabled else ())
         )
 
 
@@ -523,12 +519,12 @@ async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) ->
     await a.sees(K2, "b")
     a.pool.clear()
     await a.namespace.part("namespace", "other")
-    assert (len(a.mirror), len(a.mirror.peers), a.namespace.current) == (0, 0, "other")
+    assert (len(a.index), len(a.index.members), a.namespace.current) == (0, 0, "other")
     await b.sees(K1)
     await a.sees(K3, "c")
     a.store(K1)
     await c.sees(K1, "a")
-    assert a.mirror.known_holders(K2) == b.mirror.known_holders(K1) == ()
+    assert a.index.known_holders(K2) == b.index.known_holders(K1) == ()
 
 
 async def test_the_namespace_can_change_while_the_tracker_is_lost(peers: Peers) -> None:
@@ -547,12 +543,9 @@ async def test_who_differs_is_known_before_the_rest_of_a_large_update(
     monkeypatch.setattr(client_module, "PIECE_PAUSE", PATIENCE)
     found = Comparison(Verdict.DIFFERS, "", "a", Difference("layer", 0.5))
     met, unlike = compared("b"), compared("b")._replace(comparison=found)
-    keys = b"".join(number.to_bytes(4) for number in range(2 * PIECE))
-    changes = (Change("b", 1, keys, b"", True),)
-    updates = [
-        Update(1, "epoch", True, Settings(), 4, (met,), ()),
-        Update(2, "epoch", False, Settings(), 4, (unlike,), changes, differing=(unlike,)),
-    ]
+    keys = b"".join(number.to_bytes(SHORT_KEY) for number in range(2 * PIECE))
+    change = Change("b", 1, keys, b"", True)
+    updates = [Update(1, "epoch", True, (met,)), Update(2, "epoch", False, (change, unlike))]
     a = Peer("a", asyncio.Event().wait)  # type: ignore[arg-type]
     monkeypatch.setattr(a.client, "_call", AsyncMock(side_effect=updates))
     watching = asyncio.create_task(a.client._watch("namespace"))
@@ -581,7 +574,7 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
     await b.sees(K1, "a")
     suspend(process)
     await until_lost(a, b)
-    assert b.mirror.known_holders(K1) == ("a",)
+    assert b.index.known_holders(K1) == ("a",)
     async with asyncio.timeout(PATIENCE):
         await b.client.leave()
     process.send_signal(signal.SIGCONT)

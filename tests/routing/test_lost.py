@@ -2,8 +2,8 @@
 
 import random
 
-from tests.harness.comparisons import compared, compared_mirror
-from xinference_xavier.protocol.tracker import Member, Settings, Update
+from tests.harness.comparisons import compared, compared_index
+from xinference_xavier.protocol.tracker import Left, Member, Update
 from xinference_xavier.routing.forecast import Chunks, Prompt
 from xinference_xavier.routing.replica import Replica, Report
 from xinference_xavier.routing.router import Router
@@ -13,11 +13,11 @@ KEYS = [b"%012d" % number for number in range(4)]
 
 def test_a_new_replica_has_nothing_of_the_lost_one_whose_number_it_gets() -> None:
     """Not what vLLM's own prefix cache had there, either."""
-    mirror = compared_mirror("router")
-    router = Router(mirror, Chunks(128, 1), random.Random(0))
+    index = compared_index()
+    router = Router(index, Chunks(128, 1), random.Random(0))
 
-    def update(*members: Member, left: tuple[str, ...] = ()) -> None:
-        mirror.apply(Update(1, "epoch", False, Settings(), 12, members, (), left))
+    def update(news: Member | Left) -> None:
+        index.apply(Update(1, "epoch", False, (news,)))
 
     def join(name: str) -> Replica:
         update(compared(name))
@@ -34,6 +34,6 @@ def test_a_new_replica_has_nothing_of_the_lost_one_whose_number_it_gets() -> Non
     router._cached.add(old.bit, KEYS, 100.0)
     assert run(1.0) == len(KEYS)
     router.lose("old")
-    update(left=("old",))
+    update(Left("old"))
     new = join("new")
     assert (run(2.0), new.bit) == (0, old.bit)

@@ -52,7 +52,7 @@ class Bare(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 async def join(
     tracker: Any, incarnation: str, name: str = "", address: str = "127.0.0.1:1"
 ) -> None:
-    await tracker.join("ns", Member(incarnation, address), KEY_BYTES, Settings(), name)
+    await tracker.join("ns", Member(incarnation, address), Settings(), name)
 
 
 def gateway_to(supervisor: Any) -> TrackerGateway:

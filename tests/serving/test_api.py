@@ -11,10 +11,10 @@ import pytest
 import xoscar as xo
 from fastapi import HTTPException, Request
 
-from tests.serving.supervisors import KEY_BYTES, Supervisor, api_context, gateway_to, join
+from tests.serving.supervisors import Supervisor, api_context, gateway_to, join
 from xinference_xavier.errors import ExplainError
 from xinference_xavier.protocol.load import Load, Serving
-from xinference_xavier.protocol.tracker import unpack_question
+from xinference_xavier.protocol.tracker import SHORT_KEY, unpack_question
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving import api as module
 from xinference_xavier.serving.answers import answered_for, model_access
@@ -99,8 +99,8 @@ class Model:
         if not silent:
             await xo.create_actor(Replica, address=self.address, uid=replica_uid(incarnation))
         await join(self.tracker, incarnation, address=self.address)
-        keys = [f"{incarnation}{number}".encode().ljust(KEY_BYTES) for number in range(chunks)]
-        await self.tracker.replace("ns", incarnation, 1, b"".join(keys))
+        keys = [f"{incarnation}{number}".encode().rjust(SHORT_KEY) for number in range(chunks)]
+        await self.tracker.publish("ns", incarnation, 1, b"".join(keys), b"", True)
 
     async def get(self) -> Any:
         answer = await self.client.get(URL)

@@ -144,14 +144,14 @@ class Peers(ScriptedTier):
             self.disk = Disk(
                 folder, 1 << 30, "model", region, pool, saves_all=saves_all, by_name=()
             )
-        self.namespace = SharedNamespace("own", self.mirror, self.disk)
+        self.namespace = SharedNamespace("own", self.index, self.disk)
         publisher = Mock()
         self._fetcher = Fetcher(
             pool=pool,
             row_bytes=region.row_bytes,
             process=Mock(),
             namespace=self.namespace,
-            mirror=self.mirror,
+            index=self.index,
             disk=self.disk,
             publisher=publisher,
             events=Mock(),
@@ -214,7 +214,7 @@ class Peers(ScriptedTier):
 
     async def _rejoin(self, version: str, resets: int) -> None:
         if await self.namespace.rejoin(version, resets):
-            self.mirror.set_compared(True)
+            self.index.members.set_compared(True)
             self.peers_hold(**self.holdings)
 
     def compute_canary(self, weights: int) -> None:

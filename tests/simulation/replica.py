@@ -533,12 +533,6 @@ class Replica:
             "rows being filled": counts.filling,
             "rows pinned": counts.pinned,
             "slots in quarantine": counts.quarantined,
-            "slots lost": counts.rows
-            - counts.ready
-            - len(self.pool._free)
-            - len(self.pool._flushed)
-            - counts.filling
-            - counts.quarantined,
             "requests in the manager": len(manager.requests),
             "jobs in the manager": bool(manager._jobs),
             "fetches": len(manager.fetches),

@@ -134,6 +134,8 @@ class Simulation:
     def _step(self) -> None:
         """Fill the queue of batches, else take the oldest output, like vLLM's `EngineCore`."""
         replica, rng = self._replica, self._rng
+        replica.peers.index.check_integrity()
+        replica.pool.check_integrity()
         while rng.random() < 0.5:
             replica.background()
         replica.clock.now += self._options.step_seconds * rng.uniform(0.1, 2.0)

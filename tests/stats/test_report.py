@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from xinference_xavier.protocol.tracker import Member, Settings
+from xinference_xavier.protocol.tracker import SHORT_KEY, Member, Settings
 from xinference_xavier.stats import report as module
 from xinference_xavier.stats.report import (
     INTERVAL,
@@ -22,6 +22,7 @@ from xinference_xavier.stats.report import (
     report,
 )
 from xinference_xavier.stats.schema import FirstTokens
+from xinference_xavier.tracker import journal
 from xinference_xavier.tracker.actor import BlockTracker
 
 
@@ -82,12 +83,11 @@ def test_sums() -> None:
 # -- reports ----------------------------------------------------------------------------------
 
 
-async def test_what_a_tracker_drops_is_reported(pool: Any) -> None:
-    tracker = await xo.create_actor(
-        BlockTracker, "m", max_keys=1, address=pool.external_address, uid="t"
-    )
-    await tracker.join("ns", Member("a", "127.0.0.1:1"), 2, Settings())
-    await tracker.replace("ns", "a", 1, b"k1k2k3")
+async def test_what_a_tracker_drops_is_reported(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_KEYS", 1)
+    tracker = await xo.create_actor(BlockTracker, "m", address=pool.external_address, uid="t")
+    await tracker.join("ns", Member("a", "127.0.0.1:1"), Settings())
+    await tracker.publish("ns", "a", 1, bytes(range(3 * SHORT_KEY)), b"", True)
 
     reported = report(await tracker.status())
     assert reported["tracker"] == {"dropped": 2}

@@ -38,7 +38,7 @@ async def replicas(pool: Any, tracker: Any) -> list[Any]:
     actors = []
     for number, name in enumerate("abc"):
         member = Member(name, pool.external_address)
-        await tracker.join(NS, member, 4, Settings(), f"m-{number}")
+        await tracker.join(NS, member, Settings(), f"m-{number}")
         await tracker.report_load(NS, name, LOAD)
         uid = replica_uid(name)
         actors.append(await xo.create_actor(Replica, address=pool.external_address, uid=uid))
@@ -89,7 +89,7 @@ async def test_a_replica_that_nobody_drains_any_more_gets_requests_again() -> No
             tracker._expire_leases(now)
         return await draining(tracker)
 
-    await tracker.join(NS, Member("a", "127.0.0.1:1"), 4, Settings(), "m-0")
+    await tracker.join(NS, Member("a", "127.0.0.1:1"), Settings(), "m-0")
     await tracker.report_load(NS, "a", LOAD)
     for _ in range(2):
         await tracker.drain("m-0")
@@ -127,7 +127,7 @@ async def test_a_replica_that_does_not_answer_has_nothing_to_wait_for(
 async def test_the_engines_of_a_replica_drain_together(tracker: Any, pool: Any) -> None:
     for rank, name in enumerate("ab"):
         member = Member(name, pool.external_address)
-        await tracker.join(NS, member, 4, Settings(), f"m-0_dp{rank}")
+        await tracker.join(NS, member, Settings(), f"m-0_dp{rank}")
         await tracker.report_load(NS, name, LOAD)
         await xo.create_actor(Replica, address=pool.external_address, uid=replica_uid(name))
     assert await tracker.drain("m-0") == Drain(20.0, 6, True, 10)
@@ -138,7 +138,7 @@ async def test_the_engines_of_a_replica_drain_together(tracker: Any, pool: Any) 
 async def test_one_that_is_not_here_or_takes_no_requests_is_not_drained(
     tracker: Any, replicas: list[Any], pool: Any
 ) -> None:
-    await tracker.join(NS, Member("d", pool.external_address), 4, Settings(), "m-3")
+    await tracker.join(NS, Member("d", pool.external_address), Settings(), "m-3")
     for replica in ("m-3", "m-4"):
         assert await tracker.drain(replica) == Drain()
     assert (await draining(tracker), await events(tracker)) == (set(), [])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.harness.comparisons import compared, compared_mirror
+from tests.harness.comparisons import all_holders, compared, compared_index
 from tests.tracker_pools import NAMESPACE as NS
 from tests.tracker_pools import join, look
 from xinference_xavier.protocol import tracker as checks_module
@@ -22,18 +22,15 @@ from xinference_xavier.protocol.tracker import (
 )
 
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
-OWN = Member("own", "127.0.0.1:1")
-KEY, OTHER = b"key1", b"key2"
-MEMBERS = (OWN, compared("a"))
-CHANGES = (Change("a", 1, KEY, b"", False),)
-UPDATE = Update(1, "epoch", False, Settings(1, True), 4, MEMBERS, CHANGES)
-NEXT = UPDATE._replace(revision=2, changes=(Change("a", 2, OTHER, KEY, False),))
+KEY, OTHER = b"key 00000001", b"key 00000002"
+UPDATE = Update(1, "epoch", False, (Settings(1), compared("a"), Change("a", 1, KEY)))
+NEXT = Update(2, "epoch", False, (Settings(2, enabled=False), Change("a", 2, OTHER, KEY)))
 LOAD = Load(Serving(128, 1 << 20), prefill_tokens=0, prefill_s=None, requests=0)
 PROMPT = RequestReport("r", 100, b"k" * 12)
 
 
 def with_change(**fields: Any) -> Update:
-    return NEXT._replace(changes=(NEXT.changes[0], NEXT.changes[0]._replace(**fields)))
+    return NEXT._replace(news=(*NEXT.news, Change("a", 3, OTHER)._replace(**fields)))
 
 
 @pytest.mark.parametrize(
@@ -41,29 +38,28 @@ def with_change(**fields: Any) -> Update:
     [with_change(added=b"12345"), with_change(removed=b"1"), with_change(removed=None)],
     ids=["added", "removed", "nothing"],
 )
-def test_a_mirror_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
+def test_an_index_takes_over_all_of_an_update_or_nothing(update: Any) -> None:
     """Half an update would be believed from then on."""
-    mirror = compared_mirror("own")
-    mirror.apply(UPDATE)
+    index = compared_index()
+    index.apply(UPDATE)
     with pytest.raises(ValueError, match=r".+"):
-        mirror.apply(update)
-    assert (mirror.holders(KEY), mirror.holders(OTHER)) == (("a",), ())
-    assert (mirror.peers.members, mirror.peers.address("a")) == ({"a"}, A.address)
-    assert (mirror.revision, mirror.settings) == (1, Settings(1, True))
-    mirror.apply(NEXT)
-    assert (mirror.holders(KEY), mirror.holders(OTHER)) == ((), ("a",))
+        index.apply(update)
+    assert (all_holders(index, KEY), all_holders(index, OTHER)) == (("a",), ())
+    assert (index.revision, index.members.settings) == (1, Settings(1))
+    index.apply(NEXT)
+    assert (all_holders(index, KEY), all_holders(index, OTHER)) == ((), ("a",))
+    assert (index.revision, index.members.enabled) == (2, False)
 
 
 @pytest.mark.parametrize(
     ("method", "arguments", "complaint"),
     [
-        ("join", (NS, A, 5, Settings()), "keys of 5 bytes among keys of 4 bytes"),
-        ("join", (NS, A, 4, Settings(), "", 99), "run the same version of xinference-xavier"),
-        ("publish", (NS, "b", 1, [KEY], b""), "keys is list"),
-        ("publish", (NS, "b", 1, b"", b"123"), "not a multiple of key length 4"),
-        ("replace", (NS, "b", 1, b"123"), "not a multiple of key length 4"),
-        ("claim", (NS, "b", b"123", 1.0), "not a multiple of key length 4"),
-        ("release", (NS, "b", b"123"), "not a multiple of key length 4"),
+        ("join", (NS, A, Settings(), "", 99), "run the same version of xinference-xavier"),
+        ("publish", (NS, "b", 1, [KEY], b""), "added is list"),
+        ("publish", (NS, "b", 1, b"", b"123"), "not a multiple of key length 12"),
+        ("publish", (NS, "b", 1, b"123", b"", True), "not a multiple of key length 12"),
+        ("claim", (NS, "b", b"123", 1.0), "not a multiple of key length 12"),
+        ("release", (NS, "b", b"123"), "not a multiple of key length 12"),
         ("heartbeat", (NS, "b", []), "stats is list"),
         ("heartbeat", (NS, "b", {"x": b""}), "cannot be written as JSON"),
         ("heartbeat", (NS, "b", {"x": "x" * 70_000}), "more than 65536"),
@@ -103,11 +99,11 @@ async def test_a_report_of_load_is_taken_over_as_a_whole_or_not_at_all(
 
 
 async def test_a_publication_is_bounded(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_module, "MAX_PACKED_BYTES", 8)
+    monkeypatch.setattr(checks_module, "MAX_PACKED_BYTES", 24)
     await join(tracker, A)
-    with pytest.raises(ValueError, match="has 12 bytes, more than 8"):
+    with pytest.raises(ValueError, match="has 36 bytes, more than 24"):
         await tracker.publish(NS, "a", 1, KEY + OTHER + KEY, b"")
-    assert await tracker.replace(NS, "a", 1, KEY + OTHER) is Outcome.APPLIED
+    assert await tracker.publish(NS, "a", 1, KEY + OTHER, b"", True) is Outcome.APPLIED
 
 
 async def test_of_several_startup_errors_the_first_is_told_once(tracker: Any) -> None:
@@ -128,7 +124,7 @@ async def test_noise_on_its_port_does_not_disturb_replicas(tracker: Any) -> None
         writer.write(part)
         connections.append(writer)
     other = await xo.actor_ref(address=tracker.address, uid=tracker.uid)
-    assert (await other.join(NS, A, 4, Settings())).sequence == 0
+    assert (await other.join(NS, A, Settings())).sequence == 0
     assert await other.publish(NS, "a", 1, KEY, b"") is Outcome.APPLIED
     for writer in connections:
         writer.close()

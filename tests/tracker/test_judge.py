@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.harness.comparisons import SAMPLES, compared, report, sketch
+from tests.tracker_pools import look, of
 from xinference_xavier.protocol.sketches import (
     MAX_CANARIES_BYTES,
     Difference,
@@ -17,6 +18,7 @@ from xinference_xavier.protocol.tracker import (
     NO_CANARIES,
     CanaryReport,
     Comparison,
+    Left,
     Member,
     NotMemberError,
     Settings,
@@ -27,6 +29,7 @@ from xinference_xavier.tracker.judge import Judge
 
 BF16: Sketch = {"layer 0": ("float32", SAMPLES), "layer 1": ("bfloat16", SAMPLES)}
 BYTES: Sketch = {"layer": ("bytes", [0.0, 255.0, 100.0, 200.0])}
+KEY = b"key 00000001"
 ZEROS: Sketch = {"layer": ("float32", [0.0, 0.0])}
 
 
@@ -163,12 +166,12 @@ class TestTracker:
     async def join(
         self, tracker: BlockTracker, member: Member, canaries: CanaryReport = NO_CANARIES
     ) -> Comparison:
-        reply = await tracker.join(NS, member, 4, Settings(), report=canaries)
+        reply = await tracker.join(NS, member, Settings(), report=canaries)
         return reply.comparison
 
     async def members(self, tracker: BlockTracker) -> dict[str, Member]:
-        update = await tracker.watch(NS, "b", "", 0, 0.0)
-        return {member.incarnation: member for member in update.members}
+        update = (await tracker.observe("", 0, 0, 0.0)).update
+        return {member.incarnation: member for member in of(Member, update)}
 
     async def test_a_replica_joins_with_what_it_has_computed(self, tracker: BlockTracker) -> None:
         """So a tracker that was restarted knows it at once."""
@@ -177,12 +180,6 @@ class TestTracker:
         members = await self.members(tracker)
         assert members["a"] == compared("a")
         assert members["b"].comparison.verdict is Verdict.DIFFERS
-
-    async def test_one_that_is_refused_sets_no_example(self, tracker: BlockTracker) -> None:
-        await self.join(tracker, B)
-        with pytest.raises(ValueError, match="keys of 8 bytes"):
-            await tracker.join(NS, A, 8, Settings(), report=report(short=2.0))
-        assert (await self.join(tracker, B, report(short=1.0))).verdict is Verdict.COMPARED
 
     async def test_or_is_compared_later(self, tracker: BlockTracker) -> None:
         assert (await self.join(tracker, A)).verdict is Verdict.WAITING
@@ -208,13 +205,13 @@ class TestTracker:
         await self.join(tracker, B, report(short=1.0))
         for _ in range(2):
             await self.join(tracker, A, report(short=2.0))
-            await tracker.join("other", A, 4, Settings())
-            update = await tracker.watch(NS, "b", "", 0, 0.0)
-            assert [(each.incarnation, each.comparison.reason) for each in update.differing] == [
+            await tracker.join("other", A, Settings())
+            update = await look(tracker, "b")
+            assert [(each.incarnation, each.comparison.reason) for each in of(Left, update)] == [
                 ("a", "layer 1 by 50%")
             ]
         await self.join(tracker, A, report(short=1.0))
-        assert (await tracker.watch(NS, "b", "", 0, 0.0)).differing == ()
+        assert of(Left, await look(tracker, "b")) == []
 
     async def test_status_says_what_was_found_and_why(self, tracker: BlockTracker) -> None:
         await self.join(tracker, A, CanaryReport(cannot="no queue"))
@@ -228,11 +225,11 @@ class TestTracker:
     async def test_only_those_who_share_wait_for_each_other(self, tracker: BlockTracker) -> None:
         await self.join(tracker, A)
         await self.join(tracker, B, report(short=1.0))
-        assert await tracker.claim(NS, "a", b"key1", 10.0) == 0
-        assert await tracker.claim(NS, "b", b"key1", 10.0) == 0
-        assert await tracker.claim(NS, "a", b"key1", 10.0) == 0
+        assert await tracker.claim(NS, "a", KEY, 10.0) == 0
+        assert await tracker.claim(NS, "b", KEY, 10.0) == 0
+        assert await tracker.claim(NS, "a", KEY, 10.0) == 0
         await tracker.compare(NS, "a", report(short=1.0))
-        assert await tracker.claim(NS, "a", b"key1", 10.0) == 1
+        assert await tracker.claim(NS, "a", KEY, 10.0) == 1
 
 
 class TestSplit:
@@ -248,7 +245,7 @@ class TestSplit:
         """Join, go where the tracker says, and return that namespace."""
         while True:
             member = Member(name, "127.0.0.1:1")
-            reply = await tracker.join(namespace, member, 4, Settings(), report=canaries)
+            reply = await tracker.join(namespace, member, Settings(), report=canaries)
             if not reply.comparison.namespace:
                 return namespace
             namespace = reply.comparison.namespace
@@ -276,7 +273,7 @@ class TestSplit:
 
     async def test_who_has_waited_alone_goes_to_its_like(self, tracker: BlockTracker) -> None:
         await self.come(tracker, "first", report(short=1.0))
-        await tracker.join(NS, A, 4, Settings())
+        await tracker.join(NS, A, Settings())
         assert await self.come(tracker, "b", report(short=2.0)) == f"{NS}~1"
         await tracker.leave(NS, "first")
         found = await tracker.compare(NS, "a", report(short=2.0))

@@ -118,7 +118,7 @@ class Cluster:
             await self.join(name)
 
     async def join(self, name: str) -> None:
-        await self.tracker.join(NAMESPACE, Member(name, self._address), 4, Settings(), name)
+        await self.tracker.join(NAMESPACE, Member(name, self._address), Settings(), name)
         await self.report_load(name)
 
     async def report_load(self, name: str, prefill_tokens: int = 0, requests: int = 0) -> None:

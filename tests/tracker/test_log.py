@@ -138,7 +138,7 @@ async def test_a_replica_with_malformed_events_stays_a_member(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tracker = BlockTracker("m")
-    await tracker.join(NS, Member("a", "host:1"), 36, Settings(), "m-0")
+    await tracker.join(NS, Member("a", "host:1"), Settings(), "m-0")
     bad: Any = (plain(time="now"), plain(7))
     assert await tracker.heartbeat(NS, "a", {}, bad)
     assert await tracker.heartbeat(NS, "a", {}, [1])  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.tracker_pools import let_others_run
-from xinference_xavier.protocol.tracker import Member, TrackerFullError
+from xinference_xavier.protocol.tracker import CanaryReport, Member, TrackerFullError
 from xinference_xavier.tracker import namespaces as namespaces_module
 from xinference_xavier.tracker.namespaces import Namespaces, WatcherBatcher
 
@@ -16,12 +16,12 @@ PATIENCE = 60.0
 
 @pytest.fixture
 async def namespaces() -> Namespaces:
-    return Namespaces("model", lease=10.0, max_keys=100)
+    return Namespaces("model", lease=10.0)
 
 
 def join(namespaces: Namespaces, namespace: str, *members: Member, now: float = 0.0) -> None:
     for member in members:
-        namespaces.join(namespace, member, 4, now)
+        namespaces.join(namespace, member, now)
 
 
 async def test_members_are_bounded(namespaces: Namespaces, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ async def test_who_joins_another_namespace_leaves_the_first_one_and_is_not_lost(
 async def test_who_is_refused_elsewhere_stays_where_it_was(namespaces: Namespaces) -> None:
     join(namespaces, "old", A)
     join(namespaces, "new", B)
-    with pytest.raises(ValueError, match="keys of 5 bytes"):
-        namespaces.join("new", A, 5, 0.0)
+    with pytest.raises(ValueError, match="canar"):
+        namespaces.join("new", A, 0.0, CanaryReport(b"{"))
     assert namespaces.all_members() == [A, B]
 
 

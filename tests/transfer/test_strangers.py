@@ -15,7 +15,6 @@ import pytest
 import xoscar
 
 from tests.harness.replicas import (
-    KEY_BYTES,
     MODEL,
     ROW_BYTES,
     ReplicaProcess,
@@ -62,7 +61,7 @@ async def test_a_link_of_a_non_member_is_closed(
     """It may have been a member: a replica that the tracker dropped learns of it late."""
     tracker = await xoscar.actor_ref(tracker_process.address, tracker_uid(MODEL))
     late = Member("late", f"{HOST}:1")
-    secret = (await tracker.join("elsewhere", late, KEY_BYTES, Settings())).secret
+    secret = (await tracker.join("elsewhere", late, Settings())).secret
     await tracker.leave("elsewhere", "late")
     address = scene.consumer.address(scene.donor.name)
     engine = await xoscar.actor_ref(address, replica_uid(scene.donor.name))

@@ -35,7 +35,7 @@ from xinference_xavier.errors import NotFoundError, PrefixNotFoundError, Replica
 from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.protocol.load import Load, RequestReport, Serving, is_prefill
-from xinference_xavier.protocol.tracker import SHORT_KEY, Member, Settings, pack
+from xinference_xavier.protocol.tracker import Member, Settings, pack_short
 from xinference_xavier.serving.prefixes import not_found
 from xinference_xavier.serving.routing import ContentOf, add_routing
 from xinference_xavier.tracker.namespaces import Namespaces
@@ -224,7 +224,7 @@ class Replica(Elsewhere):
         found = self._waiting[name] = loop.create_future(), loop.create_future()
         self._advance()
         self.model.receive(Job(name, asked), loop.time())
-        keys = pack(key[-SHORT_KEY:] for key in asked.keys)
+        keys = pack_short(asked.keys)
         self._reports.append(RequestReport(name, asked.tokens, keys))
         self.report()
         self._advance()
@@ -236,8 +236,8 @@ class Replica(Elsewhere):
             first, last = self._waiting[event.job.name]
             _settle(first)
             if event.token is Token.FIRST:
-                rows = pack(row.key for row in event.job.rows[event.job.local :])
-                self._publish(rows, pack(event.job.evicted))
+                rows = pack_short(row.key for row in event.job.rows[event.job.local :])
+                self._publish(rows, pack_short(event.job.evicted))
             else:
                 _settle(last)
                 del self._waiting[event.job.name]
@@ -287,7 +287,7 @@ class Replica(Elsewhere):
         member = Member(self.incarnation, "127.0.0.1:1")
         tracker = self._world.tracker
         canaries = report(short=1.0)
-        tracker.namespaces.join("n", member, 32 + len(GROUP), tracker.now(), canaries)
+        tracker.namespaces.join("n", member, tracker.now(), canaries)
         self.report()
 
     def leave(self) -> None:
@@ -365,7 +365,7 @@ class Tracker:
     """What routers ask a model's tracker, without the actor."""
 
     def __init__(self, names: Callable[[str], str]) -> None:
-        self.namespaces = Namespaces(MODEL, lease=10.0, max_keys=1_000_000)
+        self.namespaces = Namespaces(MODEL, lease=10.0)
         self.observers = Observers(self.namespaces, names, self.now)
 
     def now(self) -> float:

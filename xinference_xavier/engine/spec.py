@@ -44,8 +44,9 @@ from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketches import Described, Sketcher, describe_pages
 from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
+from xinference_xavier.index import Index
 from xinference_xavier.limits import START_DEADLINE
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import (
     ROW_ALIGNMENT,
@@ -206,7 +207,7 @@ class XavierSpec(OffloadingSpec):
             "cells": note.cells,
         }
         pool = Pool(region.rows)
-        mirror = Mirror(self.config.engine_id)
+        index = Index(Peers(self.config.engine_id))
         disk: Disk = NoDisk()
         if config.disk is not None and shares:
             disk = Disk(
@@ -218,7 +219,7 @@ class XavierSpec(OffloadingSpec):
                 saves_all=config.disk_save == "all",
                 by_name=identity.known_by_name(fingerprint_fields),
             )
-        tier = PeerTier(pool, mirror, disk)
+        tier = PeerTier(pool, index, disk)
         sketcher = Sketcher(region, note.stages, note.cells, self.blocks_per_chunk)
         if not shares:
             requests = OwnRequests(None, NotSharing.NO_PREFIX_CACHING)

@@ -37,7 +37,7 @@ from xinference_xavier.protocol.load import (
     reported_id,
 )
 from xinference_xavier.protocol.prefixes import MAX_PREFIXES, keeping_of, prefix_of
-from xinference_xavier.protocol.tracker import SHORT_KEY, pack
+from xinference_xavier.protocol.tracker import pack_short
 from xinference_xavier.replica.kept_prefixes import MAX_MARKS, ComputedPrefix, MarkedPrompt
 
 
@@ -306,7 +306,7 @@ class Workload:
             self.marked.append(MarkedPrompt(keeping, tuple(dict.fromkeys(request.row_keys()))))
         if name.isprintable():
             keys = request.main_keys()[:MAX_PROMPT_KEYS]
-            short = pack(key[-SHORT_KEY:] for key in keys)
+            short = pack_short(keys)
             self.prompts.append(RequestReport(name, prompt, short))
 
     def answered(self, req_id: str, tokens: int) -> None:

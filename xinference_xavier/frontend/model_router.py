@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from cachetools import LRUCache
 
+from xinference_xavier.index import Index
 from xinference_xavier.limits import LIMIT
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import Peers
 from xinference_xavier.protocol.load import (
     Load,
     Observation,
@@ -27,7 +28,7 @@ from xinference_xavier.protocol.load import (
     check_observation,
     reported_id,
 )
-from xinference_xavier.protocol.tracker import SHORT_KEY, unpack, without_rank
+from xinference_xavier.protocol.tracker import unpack, without_rank
 from xinference_xavier.routing.forecast import Chunks
 from xinference_xavier.routing.replica import LEASE, Rates, Replica, Report, Step
 from xinference_xavier.routing.route import Choice, Queue, Route, State
@@ -75,8 +76,8 @@ def _group(incarnation: str, replica: str) -> str:
 class ModelRouter:
     def __init__(self, source: random.Random | None = None) -> None:
         self.counts = RoutingStats()
-        self.mirror = Mirror("")
-        self.mirror.set_compared(True)  # as replicas are that fetch
+        self.index = Index(Peers(""))
+        self.index.members.set_compared(True)  # as replicas are that fetch
         self.version = 0
         """The version of the loads that were observed last."""
         self._clock = asyncio.get_running_loop().time
@@ -99,7 +100,7 @@ class ModelRouter:
         """Take in an observation, in short pieces. Raises ValueError for a malformed one."""
         good = check_observation(observation)
         if good.update is not None:
-            yield from self.mirror.apply_in_pieces(good.update)
+            yield from self.index.apply_in_pieces(good.update)
         now = self._clock()
         if not self.version:
             self._began = now
@@ -120,7 +121,7 @@ class ModelRouter:
     def _begin(self, serving: Serving) -> None:
         self._serving = serving
         size = Chunks(serving.chunk_tokens, serving.chunk_bytes)
-        self._router = Router(self.mirror, size, self._source)
+        self._router = Router(self.index, size, self._source)
         self._texts = Texts(serving.chunk_tokens)
         self._queue.bound = serving.queue
 
@@ -161,7 +162,7 @@ class ModelRouter:
         if told.answer is not None:
             self._router.answers.learn(route.session, route.limit, told.answer)
             return
-        keys = unpack(told.keys, SHORT_KEY)
+        keys = unpack(told.keys)
         self._texts.learn(route.text, told.tokens, keys)
         self._router.scheduled(route, keys, now)
 
@@ -180,7 +181,7 @@ class ModelRouter:
     def routing(self) -> str:
         """The mode set by the operator or at launch; empty while neither is known."""
         launched = "" if self._serving is None else self._serving.routing
-        return self.mirror.settings.routing or launched
+        return self.index.members.settings.routing or launched
 
     def open(
         self, text: Text = NO_TEXT, session: str = "", *, limit: int = 0, whole: bool = True

@@ -104,8 +104,8 @@ class Routers:
 async def observe(tracker: Any, router: ModelRouter) -> bool:
     """Let `router` know what is new. Waits for news. False if this is another tracker than before:
     the model may have been launched again, with other settings."""
-    mirror = router.mirror
-    call = tracker.observe(mirror.epoch, mirror.revision, router.version, WATCH)
+    index = router.index
+    call = tracker.observe(index.epoch, index.revision, router.version, WATCH)
     news = await within(WATCH + CALL_DEADLINE, call)
     if news.complete and router.version:
         return False

@@ -6,8 +6,9 @@ them costs little more than its moves from dictionary to dictionary.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum, auto
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 MAX_SCAN = 4
@@ -53,6 +54,10 @@ class SegmentedLRU(Generic[R]):
         self._protected: OrderedDict[bytes, R] = OrderedDict()
         self._firm: OrderedDict[bytes, R] = OrderedDict()
         self._segment_of: dict[bytes, OrderedDict[bytes, R]] = {}  # of protected keys
+
+    def __iter__(self) -> Iterator[R]:
+        segments = (self._recent, self._older, self._probation, self._protected, self._firm)
+        return chain.from_iterable(segment.values() for segment in segments)
 
     def add(self, row: R, probation: bool = False) -> None:
         """Add the row as the most recently used one. To end its probation, remove and add it."""

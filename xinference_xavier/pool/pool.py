@@ -22,6 +22,7 @@ each operation. `lookup` and `holds` take no lock.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -359,6 +360,24 @@ class Pool:
             self._idle.clear()
             self._flushed.clear()
             self._filling = self._ready = 0
+
+    # -- for tests -------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each slot is in one state, and each row where it belongs."""
+        with self._lock:
+            rows = self._held.values()
+            slots = [*self._free, *(row.slot for row in rows)]
+            assert len({*slots}) == len(slots) == self.slots - self._quarantined, "a slot is lost"
+            states = Counter(row.state for row in rows)
+            assert (states[_FILLING], states[_READY]) == (self._filling, self._ready)
+            assert states.keys() <= {_FILLING, _READY, _FLUSHED}
+            in_quarantine = self._pinned - sum(row.pins > 0 for row in rows)
+            assert 0 <= in_quarantine <= self._quarantined, "a pin is lost"
+            idle = Counter(row.slot for row in rows if row.state is _READY and not row.pins)
+            assert Counter(row.slot for row in self._idle) == idle, "what may be evicted is wrong"
+            flushed = {row.slot for row in rows if row.state is _FLUSHED and not row.pins}
+            assert {row.slot for row in self._flushed.values()} == flushed
 
 
 # -- many rows, a portion at a time ---------------------------------------------------------------

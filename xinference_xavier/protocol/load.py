@@ -141,15 +141,15 @@ check_load = checker(Load, "load")
 def check_requests(requests: object) -> tuple[RequestReport, ...]:
     good = checked(_REQUESTS, "requests", requests)
     for report in good:
-        check_packed("keys", report.keys, SHORT_KEY)
+        check_packed("keys", report.keys)
     return good
 
 
 def check_observation(observation: object) -> Observation:
-    """Check all but the update, which a mirror checks."""
+    """Check all but the update, which the index checks."""
     good = checked(_OBSERVATION, "observation", observation)
     for report in good.requests:
-        check_packed("keys", report.keys, SHORT_KEY)
+        check_packed("keys", report.keys)
     return good
 
 

@@ -26,13 +26,14 @@ SPLIT = "~"
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
 MAX_STATS_BYTES = 1 << 16  # a replica's stats as JSON
 MAX_QUESTION_BYTES = 8 << 20  # a prompt or messages to explain, as JSON
-MAX_PACKED_BYTES = 64 << 20  # keys of one publication: 1.8 million keys of 36 bytes
+MAX_PACKED_BYTES = 64 << 20  # keys of one publication: 5.6 million short ones
 MAX_REPORTED = 100  # events in one heartbeat
 MAX_CHANGE_SECONDS = 3600.0  # of a change that is put back
 GROUP = slice(-4, None)
 """The part of a key that is the number of its KV-cache group."""
 SHORT_KEY = 12
-"""Bytes at the end of a key by which mirrors know it: 64 bits of its hash, and its group."""
+"""Bytes at the end of a key by which the index knows it: 64 bits of its hash, and its group. Two
+keys that share them cost a fetch of a chunk that its donor lacks."""
 
 
 class NotMemberError(LookupError):
@@ -131,35 +132,38 @@ INITIAL_SETTINGS = Settings()
 
 
 class Change(NamedTuple):
-    """The effect of one publication. A key that is both removed and added is held.
-
-    With `replaces`, `added` is everything that the incarnation holds.
-    """
+    """The effect of one publication, with packed short keys. A key that is both removed and added
+    is held. With `replaces`, `added` is everything that the incarnation holds."""
 
     incarnation: str
     sequence: int
     added: bytes
-    removed: bytes
-    replaces: bool
+    removed: bytes = b""
+    replaces: bool = False
+
+
+class Left(NamedTuple):
+    """This one is no member any more; `comparison` is what was found of it until then."""
+
+    incarnation: str
+    comparison: Comparison = Comparison()
+
+
+News = Settings | Member | Left | Change
+"""What happened to an index. A `Member` has joined or changed."""
 
 
 class Update(NamedTuple):
-    """The `changes` that bring a watcher to `revision`, in the order to apply them.
+    """The `news` that bring a watcher to `revision`, in the order to apply them; not of itself.
 
-    With `snapshot`, the watcher first forgets everything. Then members `left`, and `members` joined
-    or changed; the watcher may be among them. Keys are `key_bytes` long. `differing` are all that
-    were found to differ, most of which have left since.
+    A `snapshot` is for one that knows nothing, or too old things: all settings, members and
+    holdings, after those that left and were found to differ. Others are no members any more.
     """
 
     revision: int
     epoch: str
     snapshot: bool
-    settings: Settings
-    key_bytes: int  # 0 while nobody has joined
-    members: tuple[Member, ...]
-    changes: tuple[Change, ...]
-    left: tuple[str, ...] = ()
-    differing: tuple[Member, ...] = ()
+    news: tuple[News, ...]
 
 
 class Outcome(enum.Enum):
@@ -202,11 +206,11 @@ def check_version(version: object) -> None:
 
 
 def check_update(update: Update) -> None:
-    """Checks the lengths of all keys, so that a mirror applies an update completely or not at
-    all."""
-    for change in update.changes:
-        check_packed("added", change.added, update.key_bytes)
-        check_packed("removed", change.removed, update.key_bytes)
+    """Checks the lengths of all keys, so that an update is applied completely or not at all."""
+    for news in update.news:
+        if isinstance(news, Change):
+            check_packed("added", news.added)
+            check_packed("removed", news.removed)
 
 
 def checked(adapter: TypeAdapter[_T], what: str, value: object) -> _T:
@@ -249,8 +253,8 @@ def _check_question(question: object) -> None:
             raise ValueError('the question is neither {"prompt": "…"} nor {"messages": […]}')
 
 
-def check_packed(name: str, value: object, key_bytes: int = 1) -> None:
-    """Packed keys, of `key_bytes` each if that is known."""
+def check_packed(name: str, value: object, key_bytes: int = SHORT_KEY) -> None:
+    """Packed keys."""
     if type(value) is not bytes:
         raise ValueError(f"{name} is {type(value).__name__}, not the bytes of packed keys")
     if len(value) > MAX_PACKED_BYTES:
@@ -266,10 +270,15 @@ def check_stats(stats: object) -> None:
 
 
 def pack(keys: Iterable[bytes]) -> bytes:
+    """Keys of one length as they travel: sending a list costs four times as much."""
     return b"".join(keys)
 
 
-def unpack(packed: bytes, key_bytes: int) -> list[bytes]:
+def pack_short(keys: Iterable[bytes]) -> bytes:
+    return b"".join([key[-SHORT_KEY:] for key in keys])
+
+
+def unpack(packed: bytes, key_bytes: int = SHORT_KEY) -> list[bytes]:
     """The keys in `packed`. Raises ValueError unless they fill it exactly."""
     check_packed("keys", packed, key_bytes)
     # Slicing takes twice as long.

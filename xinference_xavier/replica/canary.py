@@ -14,8 +14,7 @@ Threading: the replica's background loop.
 import asyncio
 from typing import NamedTuple
 
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.peers import DISK
+from xinference_xavier.peers import DISK, Peers
 from xinference_xavier.protocol.sketches import Difference, Sketch, pack_canaries
 from xinference_xavier.protocol.tracker import CanaryReport, Comparison, Verdict
 from xinference_xavier.replica.disk import Disk
@@ -52,7 +51,7 @@ class Canary:
 
     def __init__(
         self,
-        mirror: Mirror,
+        peers: Peers,
         namespace: SharedNamespace,
         disk: Disk,
         publisher: Publisher,
@@ -65,7 +64,7 @@ class Canary:
         self.changed = asyncio.Event()
         """Set when the report has more than when it was last sent."""
         self.stats = ComparisonStats()
-        self._mirror = mirror
+        self._peers = peers
         self._namespace = namespace
         self._disk = disk
         self._publisher = publisher
@@ -113,8 +112,8 @@ class Canary:
             self._disk.distrust(found)
             self._publisher.forget_foreign()
         else:
-            self._mirror.distrust(donor)
-            self.stats.compared = len(self._mirror.trusted)
+            self._peers.distrust(donor)
+            self.stats.compared = len(self._peers.trusted)
             self._note(donor, found)
 
     # -- what the tracker says ----------------------------------------------------------------
@@ -123,8 +122,8 @@ class Canary:
         """What the tracker found about our `report`."""
         if report is not self.report:  # a reset may have come in between
             return
-        self._mirror.set_compared(found.verdict is Verdict.COMPARED)
-        self.stats.compared = len(self._mirror.trusted)
+        self._peers.set_compared(found.verdict is Verdict.COMPARED)
+        self.stats.compared = len(self._peers.trusted)
         if found.namespace:
             spawn(self._leave(namespace, found))
 
@@ -135,14 +134,14 @@ class Canary:
                 self._note(found.peer, found.difference)
             await self._namespace.part(namespace, found.namespace)
 
-    def mirror_changed(self) -> None:
-        """The mirror has applied an update."""
-        differing = self._mirror.differing
+    def peers_changed(self) -> None:
+        """The index has applied an update."""
+        differing = self._peers.differing
         new, self._told = differing.keys() - self._told, frozenset(differing)
         for peer in new:
             if (found := differing[peer].difference) is not None:
                 self._note(peer, found)
-        self.stats.compared = len(self._mirror.trusted)
+        self.stats.compared = len(self._peers.trusted)
 
     def _note(self, peer: str, found: Difference) -> None:
         """Called once for each peer that computes differently."""

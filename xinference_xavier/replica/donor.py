@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from xinference_xavier.errors import GrantRefusedError
 from xinference_xavier.limits import TICK
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
@@ -73,7 +73,7 @@ class Donor:
     def __init__(
         self,
         pool: Pool,
-        mirror: Mirror,
+        peers: Peers,
         disk: Disk,
         process: TransferProcess,
         namespace: SharedNamespace,
@@ -81,7 +81,7 @@ class Donor:
         lifetime: float,
     ) -> None:
         self._pool = pool
-        self._mirror = mirror
+        self._peers = peers
         self._disk = disk
         self._process = process
         self._namespace = namespace
@@ -94,7 +94,7 @@ class Donor:
         while True:
             await asyncio.sleep(TICK)
             self.grants.expire(time.monotonic())
-            peers = frozenset(self._mirror.peers)
+            peers = frozenset(self._peers)
             # Links first: while a link is open, granted rows may be in flight.
             await self._process.close_links_except(peers)
             self.grants.release_except(peers)
@@ -104,11 +104,11 @@ class Donor:
         used. Raises GrantRefusedError; LinkError for another version."""
         endpoint = self._process.endpoint
         check_request(request)
-        if not (self._namespace.is_settled and self._mirror.enabled):
+        if not (self._namespace.is_settled and self._peers.enabled):
             raise GrantRefusedError("sharing is off")
         if request.namespace != self._namespace.current:
             raise GrantRefusedError("other namespace")
-        if not self._mirror.may_fetch(request.consumer):  # it may not know that we were reset
+        if not self._peers.may_fetch(request.consumer):  # it may not know that we were reset
             raise GrantRefusedError("not compared")
         if endpoint is None or not self._process.ready:
             raise GrantRefusedError("no transfer process")

@@ -19,9 +19,9 @@ from enum import Enum, auto
 import xoscar
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
+from xinference_xavier.index import Index
 from xinference_xavier.limits import CALL_DEADLINE
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.peers import DISK, Peer
+from xinference_xavier.peers import DISK, Peer, Peers
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
@@ -88,7 +88,7 @@ class Fetcher:
         row_bytes: int,
         process: TransferProcess,
         namespace: SharedNamespace,
-        mirror: Mirror,
+        index: Index[Peers],
         disk: Disk,
         publisher: Publisher,
         events: EventReporter,
@@ -97,7 +97,8 @@ class Fetcher:
         self._row_bytes = row_bytes
         self._process = process
         self._namespace = namespace
-        self._mirror = mirror
+        self._index = index
+        self._peers = index.members
         self._disk = disk
         self._publisher = publisher
         self._events = events
@@ -108,12 +109,11 @@ class Fetcher:
         """Begin a fetch. The future is done when it has ended."""
         self.counts.fetches.started += 1
         self.counts.in_flight[fetch.source] += len(fetch.rows)
-        self._mirror.used(row.key for row in fetch.rows)
         return spawn(self._run(fetch))
 
     async def _run(self, fetch: Fetch) -> None:
         reason: str | None = "stopped"  # if the replica stops and cancels this task
-        peer = self._mirror.peers.get(fetch.source)
+        peer = self._peers.get(fetch.source)
         try:
             async with Rollback() as scope:
                 scope.undo(self.pool.abort, *fetch.rows)  # does nothing to committed ones
@@ -152,12 +152,12 @@ class Fetcher:
             self._finish(fetch, reason)
 
     async def _grant(self, fetch: Fetch, peer: Peer) -> Grant:
-        if peer.name not in self._mirror.trusted:
+        if peer.name not in self._peers.trusted:
             raise GrantRefusedError("not compared")
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,
-            self._mirror.peers.own,
+            self._peers.own,
             tuple(row.key for row in fetch.rows),
         )
         try:
@@ -177,7 +177,7 @@ class Fetcher:
     def _record_missing(self, fetch: Fetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
-            self._mirror.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
+            self._index.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
     async def _read(self, fetch: Fetch) -> str | None:
         """Like `_pull`, from the disk."""
@@ -232,7 +232,7 @@ class Fetcher:
                 peer.linked_by = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
-        if self._mirror.differs(fetch.source):
+        if self._peers.differs(fetch.source):
             raise GrantRefusedError("not compared")
         reason = self._commit(fetch, peer, checksums, result)
         if len(fetch.committed) == len(fetch.rows):

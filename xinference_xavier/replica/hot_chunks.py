@@ -26,7 +26,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import PORTION, Pool, Row
 from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.replica.disk import Disk
@@ -198,14 +199,15 @@ class HotChunks:
         *,
         incarnation: str,
         key_bytes: int,
-        mirror: Mirror,
+        index: Index[Peers],
         fetcher: Fetcher,
         process: TransferProcess,
         recent: RecentPrompts,
     ) -> None:
         self._incarnation = incarnation
         self._key_bytes = key_bytes
-        self._mirror = mirror
+        self._index = index
+        self._peers = index.members
         self._fetcher = fetcher
         self._process = process
         self._recent = recent
@@ -232,7 +234,7 @@ class HotChunks:
 
     async def _can_fetch(self) -> bool:
         patience = time.monotonic() + _START_PATIENCE
-        while not (self._mirror.epoch and self._process.ready):
+        while not (self._index.epoch and self._process.ready):
             if time.monotonic() >= patience:
                 logger.warning("no warm join, no fetch is possible yet: %s", self._incarnation)
                 return False
@@ -242,14 +244,14 @@ class HotChunks:
     async def _join(self, deadline: float) -> int:
         """Fetch from peers that hold something, as soon as they are known to compute alike."""
         asked, chunks = set[str](), 0
-        while self._mirror.enabled and len(self._mirror) and time.monotonic() < deadline:
-            peers = self._mirror.peers
-            if new := peers.serving & self._mirror.trusted - asked:
+        while self._peers.enabled and len(self._index) and time.monotonic() < deadline:
+            peers = self._peers
+            if new := peers.serving & peers.trusted - asked:
                 asked |= new
                 some = random.sample(sorted(new), min(len(new), MAX_PEERS))
                 copies = (self._fetch_hottest(peer, deadline) for peer in some)
                 chunks += sum(await asyncio.gather(*copies))
-            elif peers.members <= asked | self._mirror.unlike:
+            elif peers.members <= asked | peers.unlike:
                 break
             else:
                 await asyncio.sleep(_LOOK)
@@ -283,11 +285,11 @@ class HotChunks:
         self._asked = now
 
     async def _leave(self, stay: Sequence[str], deadline: float) -> None:
-        shares: dict[str, list[bytes]] = {peer: [] for peer in stay if self._mirror.is_usable(peer)}
+        shares: dict[str, list[bytes]] = {peer: [] for peer in stay if self._peers.is_usable(peer)}
         if not shares:
             return
-        others = self._mirror.peers.set_of(shares)
-        rare = self._recent.hottest(lambda key: self._mirror.usable_set(key) & others)
+        others = self._peers.set_of(shares)
+        rare = self._recent.hottest(lambda key: self._index.usable_set(key) & others)
         takers: dict[bytes, str] = {}  # by the first chunk of a prefix
         for key, first in rare.items():
             if first not in takers:
@@ -316,7 +318,7 @@ class HotChunks:
 
     async def _ask(self, peer: str, seconds: float, method: str, *arguments: object) -> Any:
         """Raises whatever the call raises; LookupError if the peer is gone."""
-        address = self._mirror.peers.address(peer)
+        address = self._peers.address(peer)
         if address is None:
             raise LookupError("it has left")
         return await ask(seconds, address, replica_uid(peer), method, *arguments)

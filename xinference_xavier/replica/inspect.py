@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.limits import CALL_DEADLINE
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.peers import Peer
+from xinference_xavier.peers import Peer, Peers
 from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.protocol.transfer import Endpoint
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -61,9 +60,9 @@ class Explainer:
     def explanation(self, chunked: Chunked) -> dict[str, Any]:
         """JSON-able; where each replica has each chunk: "pool", "disk" or "none"."""
         held = {self._incarnation: [self._own_place(keys) for keys in chunked.chunks]}
-        holders = [_common(self._tier.mirror.full_set, keys) for keys in chunked.chunks]
-        for peer in sorted(self._tier.mirror.peers.members):
-            bit = self._tier.mirror.peers.set_of((peer,))
+        holders = [_common(self._tier.index.full_set, keys) for keys in chunked.chunks]
+        for peer in sorted(self._tier.peers.members):
+            bit = self._tier.peers.set_of((peer,))
             held[peer] = ["pool" if each & bit else "none" for each in holders]
         size = chunked.chunk_tokens
         return {
@@ -96,15 +95,15 @@ MAX_PEERS = 64  # that are tried
 
 async def self_check(
     config: XavierConfig,
-    mirror: Mirror,
+    peers: Peers,
     process: TransferProcess,
     fingerprint_fields: Mapping[str, str],
 ) -> dict[str, Any]:
     """JSON-able. `fingerprint_fields` are the namespace's.
     `peers` maps each peer to why no link to it opens; None if one does. `linked_to` has the
     transport of each link, `obstacles` why a better one is not used."""
-    peers = [mirror.peers[name] for name in sorted(mirror.peers.members)[:MAX_PEERS]]
-    tried = await asyncio.gather(*(_try(peer, process) for peer in peers))
+    asked = [peers[name] for name in sorted(peers.members)[:MAX_PEERS]]
+    tried = await asyncio.gather(*(_try(peer, process) for peer in asked))
     stats = await process.stats()
     return {
         **process_info(),
@@ -113,7 +112,7 @@ async def self_check(
         "transfer_address": process.endpoint and process.endpoint.address,
         "transfer_starts": process.starts,
         "transfer_error": process.error,
-        "peers": {peer.name: reason for peer, reason in zip(peers, tried, strict=True)},
+        "peers": {peer.name: reason for peer, reason in zip(asked, tried, strict=True)},
         "linked_to": stats.get("linked_to", {}),
         "obstacles": stats.get("obstacles", {}),
     }

@@ -9,22 +9,23 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.protocol.tracker import MAX_WEIGHTS_VERSION, SPLIT
 from xinference_xavier.replica.disk import Disk
 
 
 class SharedNamespace:
     """`own` is the digest of what the engine computes with. With each change the session with the
-    tracker ends, the mirror forgets the peers of the former one, and the disk its store."""
+    tracker ends, the index forgets the peers of the former one, and the disk its store."""
 
-    def __init__(self, own: str, mirror: Mirror, disk: Disk) -> None:
+    def __init__(self, own: str, index: Index[Peers], disk: Disk) -> None:
         self.current = own
         self._own = own
         self.lasting: str | None = own
         """What engines with these weights have in common, also after a restart. None since a reset,
         until an operator sets the weights version."""
-        self._mirror = mirror
+        self._index = index
         self._disk = disk
         self._session: asyncio.Task[None] | None = None
         self._moving = asyncio.Lock()
@@ -91,4 +92,4 @@ class SharedNamespace:
         self.current = namespace
         self._disk.move(self.lasting)
         await self.end_session()
-        self._mirror.clear()
+        self._index.clear()

@@ -11,9 +11,9 @@ from itertools import takewhile
 from typing import Any
 
 from xinference_xavier.disk import Store
+from xinference_xavier.index import Index
 from xinference_xavier.limits import LIMIT
-from xinference_xavier.mirror import Mirror
-from xinference_xavier.peers import DISK_BIT
+from xinference_xavier.peers import DISK_BIT, Peers
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.replica.canary import Canary
 from xinference_xavier.replica.disk import Disk, NoDisk
@@ -124,12 +124,12 @@ class PeerTier:
     step.
     """
 
-    def __init__(self, pool: Pool, mirror: Mirror, disk: Disk) -> None:
+    def __init__(self, pool: Pool, index: Index[Peers], disk: Disk) -> None:
         self.pool = pool
-        self.mirror = mirror
-        self.peers = mirror.peers
+        self.index = index
+        self.peers = index.members
         self.disk = disk
-        self.holders = mirror.usable_set if isinstance(disk, NoDisk) else self._holders
+        self.holders = index.usable_set if isinstance(disk, NoDisk) else self._holders
         """The sources that hold a chunk. Only a hint: a stale one costs a failed fetch. One more
         call would take as long as the lookup."""
         self._background: Background | None = None  # while it is open
@@ -162,7 +162,7 @@ class PeerTier:
     @property
     def saved(self) -> Store | tuple[bytes, ...]:
         """What can be read from the disk now."""
-        return self.disk.index if self.sharing and self.mirror.enabled else ()
+        return self.disk.index if self.sharing and self.peers.enabled else ()
 
     @property
     def ready(self) -> bool:
@@ -172,7 +172,7 @@ class PeerTier:
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
         """The number of leading `keys` that one source of the set `among` holds, and the set of
         sources that hold all of them: `among` if the number is 0."""
-        count, peers = self.mirror.usable_run(keys, among if self.reaches_peers else 0)
+        count, peers = self.index.usable_run(keys, among if self.reaches_peers else 0)
         if not (among & DISK_BIT and (saved := self.saved)):
             return count, peers if count else among
         read = len([*takewhile(saved.__contains__, keys)])
@@ -182,7 +182,7 @@ class PeerTier:
 
     def can_load_from(self, peer: str) -> bool:
         """True if `peer` is there now and may be loaded from, if it holds anything."""
-        return self.reaches_peers and self.mirror.is_usable(peer)
+        return self.reaches_peers and self.peers.is_usable(peer)
 
     def on_stored(self, rows: Sequence[Row]) -> None:
         """The engine stored these rows: compute their checksums and publish them, within `GATHER`
@@ -212,9 +212,9 @@ class PeerTier:
     def claim(self, keys: Sequence[bytes], seconds: float) -> Claim | None:
         """Ask whether a peer is computing the chunks; None if there is nobody to ask."""
         background = self._background
-        if background is None or not (self.reaches_peers and self.mirror.enabled):
+        if background is None or not (self.reaches_peers and self.peers.enabled):
             return None
-        if not self.mirror.trusted:
+        if not self.peers.trusted:
             return None
         claim = Claim(keys, seconds)
         asked = background.post_if_room(lambda: spawn(background.client.claim(claim)))
@@ -244,5 +244,5 @@ class PeerTier:
             background.post(lambda: spawn(namespace.rejoin(weights_version, resets)))
 
     def _holders(self, key: bytes) -> int:
-        peers = self.mirror.usable_set(key) if self.reaches_peers else 0
+        peers = self.index.usable_set(key) if self.reaches_peers else 0
         return peers | DISK_BIT * (key in self.saved)

@@ -133,7 +133,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     async def self_check(self) -> dict[str, Any]:
         replica = self._replica
         return await self_check(
-            replica.config, replica.mirror, replica.process, replica.fingerprint_fields
+            replica.config, replica.peers, replica.process, replica.fingerprint_fields
         )
 
     # -- by xinference's worker ---------------------------------------------------------------
@@ -164,10 +164,10 @@ class Replica:
         cannot be used here."""
         pool, disk = tier.pool, tier.disk
         self.tier = tier
-        self.mirror = mirror = tier.mirror
+        self.index, self.peers = index, peers = tier.index, tier.peers
         self.config = config
         self.engine = engine
-        self.incarnation = incarnation = mirror.peers.own
+        self.incarnation = incarnation = peers.own
         self._row_bytes = region.row_bytes
         self._cache_rows = cache_rows
         self.fingerprint_fields = fingerprint_fields or {}
@@ -183,24 +183,24 @@ class Replica:
             port_range=config.port_range,
             transports=TRANSPORTS.get(config.transport, (config.transport,)),
         )
-        self.namespace = SharedNamespace(namespace, mirror, disk)
+        self.namespace = SharedNamespace(namespace, index, disk)
         self.publisher = publisher = Publisher(incarnation, pool)
         name = replica_name(incarnation, config.replica)
-        own = Identity(config.model_uid, incarnation, name, key_bytes)
+        own = Identity(config.model_uid, incarnation, name)
         events = EventReporter(own)
         self.canary = Canary(
-            mirror, self.namespace, disk, publisher, events, cannot=engine.cannot_compare
+            peers, self.namespace, disk, publisher, events, cannot=engine.cannot_compare
         )
         # A grant outlives the fetch that asked for it.
         self.donor = Donor(
-            pool, mirror, disk, process, self.namespace, publisher, 2 * config.fetch_timeout
+            pool, peers, disk, process, self.namespace, publisher, 2 * config.fetch_timeout
         )
         fetcher = Fetcher(
             pool=pool,
             row_bytes=region.row_bytes,
             process=process,
             namespace=self.namespace,
-            mirror=mirror,
+            index=index,
             disk=disk,
             publisher=publisher,
             events=events,
@@ -211,7 +211,7 @@ class Replica:
         self.hot_chunks = HotChunks(
             incarnation=incarnation,
             key_bytes=key_bytes,
-            mirror=mirror,
+            index=index,
             fetcher=fetcher,
             process=process,
             recent=self.recent,
@@ -219,7 +219,7 @@ class Replica:
         self._client = TrackerClient(
             own,
             TrackerLocation(config),
-            mirror=mirror,
+            index=index,
             namespace=self.namespace,
             canary=self.canary,
             publisher=publisher,
@@ -297,13 +297,13 @@ class Replica:
             self.tier.disk.keep(chain.from_iterable(self.kept.prompts()))
             for result in self.engine.work_on_probes():
                 self.canary.take(result)
-            sharing_log.update(self._not_sharing(), len(self.mirror.peers.members))
+            sharing_log.update(self._not_sharing(), len(self.peers.members))
 
     def _not_sharing(self) -> NotSharing | None:
         """Why the replica cannot fetch from any peer; None if it can."""
         if self._never_sharing:
             return self._never_sharing
-        if not self.mirror.enabled:
+        if not self.peers.enabled:
             return NotSharing.SWITCHED_OFF
         if self._client.secret is None:
             return NotSharing.NOT_JOINED
@@ -311,16 +311,16 @@ class Replica:
             return NotSharing.RESETTING
         if not self.process.ready:
             return NotSharing.NO_TRANSFER_PROCESS
-        if not self.mirror.peers.members:
+        if not self.peers.members:
             return NotSharing.NO_PEERS if self.namespace.lasting else NotSharing.ALONE
-        if not self.mirror.trusted:
+        if not self.peers.trusted:
             return NotSharing.NOT_COMPARED
         return None
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
         row_bytes, counts, process = self._row_bytes, self._fetched, self.process
-        received = {peer.name: peer.received for peer in [*self.mirror.peers.values()]}
+        received = {peer.name: peer.received for peer in [*self.peers.values()]}
         return asdict(
             schema.ReplicaStats(
                 **self.engine.stats(),
@@ -334,7 +334,7 @@ class Replica:
                     *self.tier.pool.counts(), row_bytes, self._cache_rows, self.config.engines
                 ),
                 grants=len(self.donor.grants),
-                mirrored=len(self.mirror),
+                mirrored=len(self.index),
                 comparison=self.canary.stats,
                 disk=self.tier.disk.report(),
                 not_sharing=self._not_sharing(),

@@ -33,9 +33,10 @@ from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import (
     MAX_PACKED_BYTES,
     MAX_REPORTED,
+    SHORT_KEY,
     NotMemberError,
     Outcome,
-    pack,
+    pack_short,
 )
 from xinference_xavier.runtime.aio import take_all
 
@@ -54,7 +55,6 @@ class Identity(NamedTuple):
     model_uid: str
     incarnation: str
     replica: str
-    key_bytes: int
 
 
 @dataclass
@@ -133,9 +133,8 @@ class Publisher:
     async def send_holdings(self, call: Call) -> None:
         # The holdings include everything queued so far.
         self._queue, self._replace_all = {}, False
-        keys = shared_keys(self._pool)
-        most = MAX_PACKED_BYTES // len(keys[0]) if keys else 0
-        outcome = await self._send(call, "replace", pack(keys[-most:]))
+        packed = pack_short(shared_keys(self._pool)[-(MAX_PACKED_BYTES // SHORT_KEY) :])
+        outcome = await self._send(call, packed, b"", replaces=True)
         if outcome is not Outcome.APPLIED:
             raise RuntimeError(
                 f"the tracker refused snapshot {self.last_sequence} of {self._incarnation!r} as "
@@ -148,15 +147,15 @@ class Publisher:
         queue, self._queue = self._queue, {}
         if not queue:
             return True
-        added = pack(key for key, held in queue.items() if held)
-        removed = pack(key for key, held in queue.items() if not held)
-        outcome = await self._send(call, "publish", added, removed)
+        added = pack_short(key for key, held in queue.items() if held)
+        removed = pack_short(key for key, held in queue.items() if not held)
+        outcome = await self._send(call, added, removed, replaces=False)
         self.batches += 1
         return outcome is Outcome.APPLIED
 
-    async def _send(self, call: Call, method: str, *keys: bytes) -> Outcome:
+    async def _send(self, call: Call, added: bytes, removed: bytes, *, replaces: bool) -> Outcome:
         self.last_sequence += 1
-        outcome: Outcome = await call(method, self.last_sequence, *keys)
+        outcome: Outcome = await call("publish", self.last_sequence, added, removed, replaces)
         if outcome is Outcome.UNKNOWN:
             raise NotMemberError(f"the tracker does not know {self._incarnation!r}; join again")
         return outcome

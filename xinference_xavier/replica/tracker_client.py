@@ -1,6 +1,6 @@
-"""A replica's side of the tracker: keeps its mirror current and its holdings published.
+"""A replica's side of the tracker: keeps its index current and its holdings published.
 
-Threading: the replica's background loop. Any thread may read the mirror.
+Threading: the replica's background loop. Any thread may read the index.
 
 Life cycle: `run` serves one session after the other until it is cancelled or the replica leaves.
 
@@ -8,7 +8,7 @@ Life cycle: `run` serves one session after the other until it is cancelled or th
                                              report whether it serves }
        ↑______________ wait a little ← any failure ______________|
 
-The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the mirror stays.
+The tracker may be away, hang, lose its memory or come back elsewhere; meanwhile the index stays.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ import xoscar
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
+from xinference_xavier.index import Index
 from xinference_xavier.limits import CALL_DEADLINE, LONGEST
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.peers import Peers
 from xinference_xavier.protocol.tracker import (
     MAX_REPORTED,
     PROTOCOL_VERSION,
@@ -33,7 +34,7 @@ from xinference_xavier.protocol.tracker import (
     Member,
     NotMemberError,
     Update,
-    pack,
+    pack_short,
     tracker_uid,
 )
 from xinference_xavier.replica.canary import Canary
@@ -127,7 +128,7 @@ class TrackerClient:
         own: Identity,
         location: TrackerLocation,
         *,
-        mirror: Mirror,
+        index: Index[Peers],
         namespace: SharedNamespace,
         canary: Canary,
         publisher: Publisher,
@@ -142,7 +143,8 @@ class TrackerClient:
         self._own = own
         self._incarnation = own.incarnation
         self._location = location
-        self._mirror = mirror
+        self._index = index
+        self._peers = index.members
         self._namespace = namespace
         self._canary = canary
         self._process = process
@@ -173,7 +175,7 @@ class TrackerClient:
         try:
             if self.joined.is_set():
                 seconds = min(CLAIM_FACTOR * claim.seconds, LONGEST)
-                call = self._call(self._namespace.current, "claim", pack(claim.keys), seconds)
+                call = self._call(self._namespace.current, "claim", pack_short(claim.keys), seconds)
                 held_by_peer = await within(CLAIM_DEADLINE, call)
         except Exception:
             self.counts.claim_failures += 1
@@ -184,7 +186,7 @@ class TrackerClient:
         """End our claim: the keys are computed, or will not be."""
         try:
             if self.joined.is_set():
-                await self._call(self._namespace.current, "release", pack(claim.keys))
+                await self._call(self._namespace.current, "release", pack_short(claim.keys))
         except Exception:  # the tracker will end it
             self.counts.claim_failures += 1
 
@@ -222,12 +224,11 @@ class TrackerClient:
         address = await within(3 * CALL_DEADLINE, self._location.find())
         uid = tracker_uid(self._own.model_uid)
         self._tracker = await within(CALL_DEADLINE, xoscar.actor_ref(address=address, uid=uid))
-        settings, report = self._mirror.settings, self._canary.report
+        settings, report = self._peers.settings, self._canary.report
         self._canary.changed.clear()
         call = self._tracker.join(
             namespace,
             member,
-            self._own.key_bytes,
             settings,
             self._own.replica,
             PROTOCOL_VERSION,
@@ -235,7 +236,7 @@ class TrackerClient:
         )
         reply: JoinReply = await within(CALL_DEADLINE, call)
         self._canary.judged(namespace, report, reply.comparison)
-        self._mirror.peers.expect(reply.epoch, reply.lease)
+        self._peers.expect(reply.epoch, reply.lease)
         self.publisher.last_sequence = max(self.publisher.last_sequence, reply.sequence)
         spawn(self._process.configure(reply.secret))
         await self.publisher.send_holdings(partial(self._call, namespace))
@@ -245,17 +246,16 @@ class TrackerClient:
         return reply.lease
 
     async def _watch(self, namespace: str) -> None:
-        mirror, timeout = self._mirror, WATCH
+        index, timeout = self._index, WATCH
         while True:
             update: Update = await self._call(
-                namespace, "watch", mirror.epoch, mirror.revision, timeout, wait=timeout
+                namespace, "watch", index.epoch, index.revision, timeout, wait=timeout
             )
-            pieces = mirror.apply_in_pieces(update)
-            next(pieces, None)
-            self._canary.mirror_changed()  # who differs comes first: a snapshot takes seconds
-            for _ in pieces:
+            for _ in index.apply_in_pieces(update):
+                self._canary.peers_changed()  # who differs comes first: a snapshot takes seconds
                 await asyncio.sleep(PIECE_PAUSE)
-            self._canary.mirror_changed()
+            self._peers.forget_absent()
+            self._canary.peers_changed()
 
     async def _send_heartbeats(
         self, namespace: str, lease: float, stats: Callable[[], dict[str, object]]

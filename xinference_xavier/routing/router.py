@@ -20,7 +20,7 @@ If a replica is lost before the first byte of an answer, the request goes to ano
 once, as a request that brings its replica down must not bring down all.
 
 Pure: no I/O; times are passed in, in monotonic seconds, and chance comes from `source`. Belongs to
-one thread, which is also the one that writes the mirror.
+one thread, which is also the one that writes the index.
 """
 
 import math
@@ -29,7 +29,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from xinference_xavier.mirror import Mirror
+from xinference_xavier.index import Index
+from xinference_xavier.peers import Peers
 from xinference_xavier.routing.answers import Answers
 from xinference_xavier.routing.expected import Expected
 from xinference_xavier.routing.forecast import (
@@ -76,13 +77,13 @@ def work_weight(busy: float, waiting: float) -> float:
 class Router:
     """Chooses replicas, and knows which request is where."""
 
-    def __init__(self, mirror: Mirror, size: Chunks, source: random.Random) -> None:
+    def __init__(self, index: Index[Peers], size: Chunks, source: random.Random) -> None:
         self.replicas: dict[str, Replica] = {}
         """The replicas that report, by incarnation."""
         self.routes = set[Route]()
         """The requests that have not ended."""
         self.answers = Answers()
-        self._mirror = mirror
+        self._index = index
         self._size = size
         self._source = source
         self._expected = Expected()
@@ -211,14 +212,14 @@ class Router:
         ]
         among = sum(each.bit for each in found)
         expected, cached = self._expected.sets, self._cached.sets
-        full_set = self._mirror.full_set
+        full_set = self._index.full_set
         held = (full_set(key) | expected.get(key, 0) | cached.get(key, 0) for key in keys)
         runs = leading(held, among)
         cached_runs = leading((cached.get(key, 0) for key in keys), among)
         return [forecaster.at(each, runs[each.bit], cached_runs[each.bit]) for each in found]
 
     def _forecaster(self, prompt: Prompt, now: float) -> Forecaster:
-        fetchable, _ = self._mirror.usable_run(prompt.keys, -1)
+        fetchable, _ = self._index.usable_run(prompt.keys, -1)
         return Forecaster(prompt, fetchable, self._size, self._typical(), now)
 
     def _waiting(self, found: Iterable[Forecast], now: float) -> float:
@@ -297,7 +298,7 @@ class Router:
 
     def _renumber(self) -> None:
         """Follow the index's numbers. A replica that is not in the index gets one behind them."""
-        peers = self._mirror.peers
+        peers = self._index.members
         if peers.version == self._version:
             return
         self._version = peers.version

@@ -578,7 +578,7 @@ class ReplicaStatus(ReplicaStats):
 class TrackerStats:
     dropped: int = metric(
         "tracker_dropped_chunks_total",
-        "Chunks that the tracker does not list because a replica published too many.",
+        "Chunks that the tracker does not list because its index is full.",
     )
 
 

@@ -92,9 +92,9 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     """Members and holdings of one model's replicas, kept apart by namespace.
 
     `lease` is how long a member lives without a heartbeat, `tick` how often leases are checked;
-    both in seconds. A member publishes at most `max_keys` keys. `hooks` names the operator's
-    function as module:function; without it if that cannot be imported here. Named prefixes are in
-    the folder `home`; without xinference there are none. `clock` returns monotonic seconds.
+    both in seconds. `hooks` names the operator's function as module:function; without it if that
+    cannot be imported here. Named prefixes are in the folder `home`; without xinference there are
+    none. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         *,
         lease: float = 10.0,
         tick: float = 1.0,
-        max_keys: int = 250_000,
         hooks: str | None = None,
         home: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -114,7 +113,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self._tick = tick
         self._clock = clock
         self._secret = os.urandom(32)
-        self._namespaces = Namespaces(model_uid, lease=lease, max_keys=max_keys)
+        self._namespaces = Namespaces(model_uid, lease=lease)
         self._membership = Membership(model_uid)
         # The first cause for each replica, of which later ones may be consequences.
         self._startup_errors: LRUCache[str, str] = LRUCache(LIMIT)
@@ -167,7 +166,6 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         self,
         namespace: str,
         member: Member,
-        key_bytes: int,
         settings: Settings,
         replica: str = "",
         version: int = PROTOCOL_VERSION,
@@ -175,12 +173,12 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     ) -> JoinReply:
         """Add `member` to `namespace`, or renew its lease.
 
-        `key_bytes` is the length of its chunk keys, `replica` xinference's name for it. `settings`
-        are the newest it has seen: a new tracker learns from them whether sharing is switched off.
-        It learns from `report` what the replica computes.
+        `replica` is xinference's name for it. `settings` are the newest it has seen: a new tracker
+        learns from them whether sharing is switched off. It learns from `report` what the replica
+        computes.
         """
         check_version(version)
-        index = self._namespaces.join(namespace, member, key_bytes, self._clock(), report)
+        journal = self._namespaces.join(namespace, member, self._clock(), report)
         if settings.version > self._namespaces.settings.version:
             # What an earlier tracker would have put back has ended with it.
             self._namespaces.configure(settings.put_back())
@@ -188,9 +186,14 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         event = self._membership.joined(replica, member)
         if event is not None:
             self._events.add(event)
-        sequence = index.sequence(member.incarnation)
-        comparison = index.comparison(member.incarnation)
-        return JoinReply(self._secret, self._lease, index.epoch, sequence, comparison)
+        lease = journal.leases[member.incarnation]
+        return JoinReply(
+            self._secret,
+            self._lease,
+            journal.index.epoch,
+            lease.sequence,
+            lease.member.comparison,
+        )
 
     async def compare(self, namespace: str, incarnation: str, report: CanaryReport) -> Comparison:
         """See `Namespaces.compare`."""
@@ -205,7 +208,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     ) -> bool:
         """Renew the lease and keep `stats` and `events`; False if the replica has to join first."""
         found = self._namespaces.find(namespace)
-        if found is None or not found.index.renew(incarnation, self._clock()):
+        if found is None or not found.journal.renew(incarnation, self._clock()):
             return False
         check_stats(stats)
         found.stats[incarnation] = stats
@@ -230,7 +233,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         """Tell the others whether they can fetch from `incarnation` now."""
         found = self._namespaces.find(namespace)
         if found is not None:
-            found.index.set_serving(incarnation, serves)
+            found.journal.set_serving(incarnation, serves)
             found.wake()
 
     async def leave(self, namespace: str, incarnation: str) -> None:
@@ -245,23 +248,20 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     # What replicas report: holdings
 
     async def publish(
-        self, namespace: str, incarnation: str, sequence: int, added: bytes, removed: bytes
+        self,
+        namespace: str,
+        incarnation: str,
+        sequence: int,
+        added: bytes,
+        removed: bytes,
+        replaces: bool = False,
     ) -> Outcome:
-        """Apply a publication: the packed keys that `incarnation` holds from now on, and those it
-        no longer holds."""
+        """Apply a publication: the packed short keys that `incarnation` holds from now on, and
+        those it no longer holds; with `replaces`, all others."""
         found = self._namespaces.find(namespace)
         if found is None:
             return Outcome.UNKNOWN
-        return found.publish(incarnation, sequence, added, removed)
-
-    async def replace(
-        self, namespace: str, incarnation: str, sequence: int, keys: bytes
-    ) -> Outcome:
-        """Replace everything `incarnation` holds by the packed `keys`."""
-        found = self._namespaces.find(namespace)
-        if found is None:
-            return Outcome.UNKNOWN
-        return found.publish(incarnation, sequence, keys, b"", replaces=True)
+        return found.publish(incarnation, sequence, added, removed, replaces)
 
     async def watch(
         self, namespace: str, incarnation: str, epoch: str, revision: int, timeout: float
@@ -293,12 +293,12 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
     async def status(self) -> dict[str, Any]:
         """Everything the tracker knows, JSON-able, with the replicas' current stats.
 
-        `dropped` counts the keys beyond a replica's limit.
+        `dropped` counts the chunks beyond a namespace's limit.
         """
         return {
             "model_uid": self._model_uid,
             "enabled": self._namespaces.settings.enabled,
-            "dropped": sum(each.index.dropped for _, each in self._namespaces.items()),
+            "dropped": sum(each.journal.dropped for _, each in self._namespaces.items()),
             "namespaces": await fanout.namespaces_status(
                 self._namespaces,
                 self._membership.name_of,

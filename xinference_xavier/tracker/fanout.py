@@ -17,7 +17,7 @@ from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import Member, check_stats
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask
-from xinference_xavier.tracker.index import Lease
+from xinference_xavier.tracker.journal import Lease
 from xinference_xavier.tracker.namespaces import Namespace, Namespaces
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,10 @@ async def explain(namespaces: Namespaces, packed: bytes) -> dict[str, Any]:
     replica can answer.
     """
     answers = await asyncio.gather(
-        *(_explain(namespace.index.leases(), packed) for _, namespace in namespaces.items())
+        *(
+            _explain(namespace.journal.leases.values(), packed)
+            for _, namespace in namespaces.items()
+        )
     )
     good = [answer for answer in answers if isinstance(answer, dict)]
     if not good:
@@ -142,7 +145,7 @@ async def namespaces_status(
 async def _status(
     namespace: Namespace, name_of: Callable[[str], str], draining: Collection[str]
 ) -> dict[str, Any]:
-    index = namespace.index
+    journal = namespace.journal
     replicas: list[dict[str, Any]] = [
         {
             "incarnation": lease.member.incarnation,
@@ -155,9 +158,9 @@ async def _status(
             "holdings": len(lease.keys),
             "sequence": lease.sequence,
         }
-        for lease in index.leases()
+        for lease in journal.leases.values()
     ]
-    answers = await _call_all(index.members(), "stats", STATS_DEADLINE)
+    answers = await _call_all(journal.members(), "stats", STATS_DEADLINE)
     for replica in replicas:
         incarnation = replica["incarnation"]
         stats = answers[incarnation]

@@ -28,7 +28,8 @@ from xinference_xavier.protocol.tracker import (
     Verdict,
     unpack,
 )
-from xinference_xavier.tracker.index import MAX_MEMBERS, Claims, Index
+from xinference_xavier.tracker.claims import Claims
+from xinference_xavier.tracker.journal import MAX_MEMBERS, Journal
 from xinference_xavier.tracker.judge import Judge
 
 SPACING_PER_WATCHER = 0.0005
@@ -73,11 +74,11 @@ class WatcherBatcher:
 
 
 class Namespace:
-    """One namespace: its index, its members' claims and latest stats, who of them computes the
+    """One namespace: its journal, its members' claims and latest stats, who of them computes the
     same, and its watchers."""
 
-    def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
-        self.index = index
+    def __init__(self, journal: Journal, on_change: Callable[[], None]) -> None:
+        self.journal = journal
         self._on_change = on_change
         self.claims = Claims()
         self.judge = Judge()
@@ -87,8 +88,8 @@ class Namespace:
     def publish(
         self, incarnation: str, sequence: int, added: bytes, removed: bytes, replaces: bool = False
     ) -> Outcome:
-        """Like `Index.publish`; also ends the claims on what was added."""
-        outcome = self.index.publish(incarnation, sequence, added, removed, replaces)
+        """Like `Journal.publish`; also ends the claims on what was added."""
+        outcome = self.journal.publish(incarnation, sequence, added, removed, replaces)
         if self.claims and outcome is Outcome.APPLIED:
             self.release(incarnation, added)
         self.wake()
@@ -96,13 +97,13 @@ class Namespace:
 
     def claim(self, incarnation: str, packed: bytes, now: float, seconds: float) -> int:
         """Nobody waits for a replica of which nothing can be fetched, nor does that one wait."""
-        keys = unpack(packed, self.index.key_bytes)
-        if self.index.comparison(incarnation).verdict is not Verdict.COMPARED:
+        keys = unpack(packed)
+        if self.journal.leases[incarnation].member.comparison.verdict is not Verdict.COMPARED:
             return 0
         return self.claims.claim(incarnation, keys, now, seconds)
 
     def release(self, incarnation: str, packed: bytes) -> None:
-        self.claims.release(incarnation, unpack(packed, self.index.key_bytes))
+        self.claims.release(incarnation, unpack(packed))
 
     def forget(self, incarnation: str) -> None:
         """Drop the stats and claims of a former member, and what it computed."""
@@ -111,20 +112,19 @@ class Namespace:
         self.claims.forget(incarnation)
 
     def wake(self) -> None:
-        self.watchers.notify(len(self.index))
+        self.watchers.notify(len(self.journal))
         self._on_change()
 
 
 class Namespaces:
     """All namespaces of `model_uid`. `lease` is in seconds; `settings` apply to all of them."""
 
-    def __init__(self, model_uid: str, *, lease: float, max_keys: int) -> None:
+    def __init__(self, model_uid: str, *, lease: float) -> None:
         self.settings = Settings()
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever any of them has changed."""
         self._model_uid = model_uid
         self._lease = lease
-        self._max_keys = max_keys
         self._all: dict[str, Namespace] = {}
 
     def items(self) -> ItemsView[str, Namespace]:
@@ -137,7 +137,7 @@ class Namespaces:
     def find_member(self, name: str, incarnation: str) -> Namespace:
         """Like `find`; raises NotMemberError unless `incarnation` is a member."""
         namespace = self.find(name)
-        if namespace is None or incarnation not in namespace.index:
+        if namespace is None or incarnation not in namespace.journal:
             raise NotMemberError(
                 f"{incarnation!r} is not a member of namespace {name!r}; join first"
             )
@@ -145,20 +145,19 @@ class Namespaces:
 
     def largest(self) -> Namespace | None:
         """The namespace with the most members, the oldest on ties; None without members."""
-        return max(self._all.values(), key=lambda each: len(each.index), default=None)
+        return max(self._all.values(), key=lambda each: len(each.journal), default=None)
 
     def all_members(self) -> list[Member]:
-        return [member for each in self._all.values() for member in each.index.members()]
+        return [member for each in self._all.values() for member in each.journal.members()]
 
     def join(
         self,
         name: str,
         member: Member,
-        key_bytes: int,
         now: float,
         report: CanaryReport = NO_CANARIES,
-    ) -> Index:
-        """Like `Index.join`; who joins leaves the namespace that it was in before. Also raises
+    ) -> Journal:
+        """Like `Journal.join`; who joins leaves the namespace that it was in before. Also raises
         TrackerFullError beyond the limit, and ValueError for malformed canaries."""
         canaries = unpack_canaries(report.packed)
         namespace = self._all.get(name) or self._create()
@@ -168,18 +167,23 @@ class Namespaces:
                 f"replica {member.incarnation!r} exceeds the {MAX_MEMBERS} of model "
                 f"{self._model_uid!r}; launch a second model uid"
             )
-        namespace.index.join(member, key_bytes, now)  # first: who is refused sets no example
         self._all[name] = namespace
         for former in self._all.keys() - {name}:
             self.leave(former, member.incarnation)
-        self._compare(name, member.incarnation, canaries, report.cannot)
-        return namespace.index
+        found = self._compare(name, member.incarnation, canaries, report.cannot)
+        namespace.journal.join(member._replace(comparison=found), now)
+        namespace.wake()
+        return namespace.journal
 
     def compare(self, name: str, incarnation: str, report: CanaryReport) -> Comparison:
         """Compare what a member has computed with what the others have. Raises NotMemberError, and
         ValueError for malformed canaries."""
-        self.find_member(name, incarnation)
-        return self._compare(name, incarnation, unpack_canaries(report.packed), report.cannot)
+        namespace = self.find_member(name, incarnation)
+        canaries = unpack_canaries(report.packed)
+        found = self._compare(name, incarnation, canaries, report.cannot)
+        namespace.journal.judge(incarnation, found)
+        namespace.wake()
+        return found
 
     def _compare(self, name: str, incarnation: str, canaries: Canaries, cannot: str) -> Comparison:
         namespace = self._all[name]
@@ -196,8 +200,6 @@ class Namespaces:
             comparison = (comparison if differs else Comparison())._replace(namespace=home)
         elif comparison.verdict is Verdict.COMPARED:
             namespace.judge.add(incarnation, canaries)
-        namespace.index.judge(incarnation, comparison)
-        namespace.wake()
         return comparison
 
     def _home(self, name: str, found: Mapping[str, Comparison]) -> str:
@@ -216,31 +218,31 @@ class Namespaces:
 
     def leave(self, name: str, incarnation: str) -> None:
         namespace = self.find(name)
-        if namespace is not None and namespace.index.leave(incarnation):
+        if namespace is not None and namespace.journal.leave(incarnation):
             self._departed(name, [incarnation])
 
     def extend_leases(self, seconds: float) -> None:
         for namespace in self._all.values():
-            namespace.index.extend_leases(seconds)
+            namespace.journal.extend_leases(seconds)
 
     def expire(self, now: float) -> list[str]:
         """End the leases that have run out. Return the incarnations."""
         lost: list[str] = []
         for name, namespace in list(self._all.items()):
-            if expired := namespace.index.expire(now):
+            if expired := namespace.journal.expire(now):
                 self._departed(name, expired)
                 lost += expired
         return lost
 
     def _create(self) -> Namespace:
-        index = Index(lease=self._lease, max_keys=self._max_keys, settings=self.settings)
-        return Namespace(index, lambda: self.on_change())
+        journal = Journal(lease=self._lease, settings=self.settings)
+        return Namespace(journal, lambda: self.on_change())
 
     def _departed(self, name: str, incarnations: list[str]) -> None:
         namespace = self._all[name]
         for incarnation in incarnations:
             namespace.forget(incarnation)
-        if not len(namespace.index):
+        if not len(namespace.journal):
             del self._all[name]
         namespace.wake()
 
@@ -248,7 +250,7 @@ class Namespaces:
         """Send `settings` to all members."""
         self.settings = settings
         for namespace in self._all.values():
-            namespace.index.configure(settings)
+            namespace.journal.configure(settings)
             namespace.wake()
 
     async def watch(
@@ -256,12 +258,12 @@ class Namespaces:
     ) -> Update:
         """See `BlockTracker.watch`."""
 
-        def index() -> Index:
-            return self.find_member(name, incarnation).index
+        def journal() -> Journal:
+            return self.find_member(name, incarnation).journal
 
         watchers = self.find_member(name, incarnation).watchers
-        await watchers.wait_for(lambda: index().has_update(incarnation, epoch, revision), timeout)
-        return index().changes_since(epoch, revision, incarnation)
+        await watchers.wait_for(lambda: journal().has_update(incarnation, epoch, revision), timeout)
+        return journal().changes_since(epoch, revision, incarnation)
 
     def end(self) -> None:
         """Forget all namespaces and release their watchers."""

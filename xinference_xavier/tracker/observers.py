@@ -183,13 +183,13 @@ class Observers:
             self._waiting -= 1
             self._listened = self._clock()
         found = self._namespaces.largest()
-        update = None if found is None else found.index.changes_since(epoch, revision, _ROUTER)
+        update = None if found is None else found.journal.changes_since(epoch, revision, _ROUTER)
         news = self.loads.since(version, self._name_of, self._clock())
         return news._replace(update=update)
 
     def _has_news(self, epoch: str, revision: int, version: int) -> bool:
         found = self._namespaces.largest()
-        changed = found is not None and found.index.has_update(_ROUTER, epoch, revision)
+        changed = found is not None and found.journal.has_update(_ROUTER, epoch, revision)
         return self._ended or changed or self.loads.version != version
 
     def end(self) -> None:

@@ -84,7 +84,7 @@ class Cluster:
         load = Load(Serving(128, 1 << 20, drain=drain), 0, 0.0, 0)
         for number, name in enumerate("abc"):
             member = Member(name, self.address)
-            await tracker.join(NS, member, 4, Settings(), f"m-rep{number}")
+            await tracker.join(NS, member, Settings(), f"m-rep{number}")
             await tracker.report_load(NS, name, load)
             uid = replica_uid(name)
             self.replicas.append(await xo.create_actor(Replica, address=self.address, uid=uid))

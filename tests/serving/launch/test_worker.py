@@ -219,7 +219,7 @@ async def join(
     tracker: Any, name: str, incarnation: str, *, address: str = "127.0.0.1:1", serves: bool = False
 ) -> None:
     member = Member(incarnation, address, serves=False)
-    await tracker.join(NS, member, 36, INITIAL_SETTINGS, name)
+    await tracker.join(NS, member, INITIAL_SETTINGS, name)
     if serves:
         await tracker.set_serving(NS, incarnation, True)
 
