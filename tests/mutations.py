@@ -506,7 +506,7 @@ MUTATIONS = (
         "            for name in self.members.keys() - named:\n",
         "            for name in ():\n",
         "after a tracker was restarted, peers that are gone are asked for their chunks",
-        ("tests/tracker/test_journal.py",),
+        ("tests/test_index.py",),
     ),
     Mutation(
         "tracker/observers.py",

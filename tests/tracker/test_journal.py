@@ -165,7 +165,7 @@ class Sharing(RuleBasedStateMachine):
         super().__init__()
         self.piece, index_module.PIECE = index_module.PIECE, 2
         self.now = 0.0
-        self.journal = Journal(lease=10.0, log_bytes=1500)
+        self.journal = Journal(lease=10.0, log_bytes=1000)
         self.held: dict[str, set[bytes]] = {name: set() for name in REPLICAS}
         self.known: dict[str, set[bytes]] = {}
         self.in_step: set[str] = set()
