@@ -156,7 +156,7 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
     "tracker": (
         Bar(
             "bytes per chunk of an index",
-            160.0,
+            180.0,
             lambda part: {f"{each['members']} members": each["bytes"] for each in part["holdings"]},
         ),
     ),
