@@ -142,7 +142,7 @@ def test_an_update_that_was_interrupted_is_applied_again(index: Index[Peers], st
 
 
 def test_a_key_takes_less_than_160_bytes() -> None:
-    """As many keys as fill tables least, after others have come and gone."""
+    """A number of keys that fills tables least, after others have come and gone."""
     source, count = random.Random(0), 90_000
     tracemalloc.start()
     try:

@@ -518,7 +518,7 @@ class TestEngine:
     def engine(
         self, request: pytest.FixtureRequest, make_engine: MakeEngine, cache_config: KVCacheConfig
     ) -> Engine:
-        """With two groups, one of them has a sliding window."""
+        """One of the two groups has a sliding window."""
         cache_config.num_blocks *= request.param
         if request.param == 2:
             slide_one_layer(cache_config, 2 * BLOCK_TOKENS)

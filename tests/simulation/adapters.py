@@ -15,7 +15,7 @@ class AdapterFiles:
 
     def __init__(self) -> None:
         self.digests = [b""]
-        """By content. Content 0 is no adapter."""
+        """The files' digests by content; content 0 is no adapter."""
         self.requests = {name: LoRARequest(name, 1 + n, name) for n, name in enumerate(NAMES)}
         for name in NAMES:
             Path(name).mkdir()

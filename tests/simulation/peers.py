@@ -1,4 +1,4 @@
-"""Where rows of the simulated replica come from: peers in memory, and a disk.
+"""The sources of the simulated replica's rows: peers in memory, and a disk.
 
 Nothing here runs by itself. The simulation says when a fetch goes on, so that a row may arrive at
 any moment, in part, late or never, and a row that was given up may still be written. The disk is

@@ -181,7 +181,7 @@ class ModelRunner:
         return output_of(sampled, output)
 
     def load_adapter(self, request: LoRARequest) -> bool:
-        """As vLLM does for each step that an adapter is in."""
+        """vLLM does so for each step that an adapter is in."""
         if request.load_inplace or request.lora_int_id not in self._adapters:
             self._adapters[request.lora_int_id] = self._files.read(request)
         return True

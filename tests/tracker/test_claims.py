@@ -1,4 +1,4 @@
-"""If several replicas want to compute a prefix, the first one does; the others learn how much."""
+"""The first of several replicas that want a prefix computes it; the others learn how much."""
 
 from typing import Any
 

@@ -107,7 +107,7 @@ class Unconfirmed(NamedTuple):
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the files did not change meanwhile."""
+        """True if the files did not change meanwhile."""
         return self.after.digest is not None and self.after.adapter is self.before.adapter
 
 

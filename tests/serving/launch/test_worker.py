@@ -225,7 +225,7 @@ async def join(
 
 
 Join = tuple[str, str, bool]
-"""Which engine of which replica joins, and whether it serves."""
+"""The engine that joins, its replica, and if it serves."""
 
 
 @pytest.mark.parametrize(
