@@ -1,4 +1,4 @@
-"""Which members hold which chunks: one class for tracker, replicas and routers.
+"""The members of a namespace and the chunks they hold: one class for tracker, replicas and routers.
 
 The tracker records `News` and applies them to its own index; a replica's and a router's follow it
 by applying the same news. A replica's has the other members only.

@@ -121,7 +121,7 @@ class Probe:
     deadline: float = 0.0
 
     def add(self, end: int, sketch: Sketch) -> bool:
-        """Whether all is sampled now. Groups may be stored one after the other."""
+        """Add what was sampled of a chunk, group by group. True once nothing is missing."""
         self.sketches.setdefault(end, {}).update(sketch)
         return all(
             self.sketches.get(end, {}).keys() >= layers for end, layers in self.layers.items()

@@ -30,8 +30,8 @@ unlike: rounding by 3 % changes a fifth of them, whatever vLLM packs into them, 
 change nine tenths."""
 _ALIKE = 2
 """The most that bytes differ by if they stand for almost the same number."""
-MAX_CANARIES_BYTES = 1 << 20
-"""Bytes when packed. Two canaries of 61 layers on 8 workers take 0.2 MB."""
+MAX_CANARIES_BYTES = 4 << 20
+"""Bytes when packed. Two canaries of 61 layers on 8 workers take 0.2 MB, twice that in 8 bits."""
 _HEADER = TypeAdapter(
     dict[str, dict[str, tuple[Literal["float32", "bfloat16", "float16", "bytes"], NonNegativeInt]]]
 )

@@ -272,7 +272,7 @@ class HotChunks:
 
     @property
     def leaving(self) -> bool:
-        """Whether a hand-over is under way."""
+        """True while a hand-over is under way."""
         return self._leaving is not None and not self._leaving.done()
 
     def leave(self, stay: Sequence[str], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Which replica of one namespace is computing which chunks, so that the others wait instead.
+"""The claims of one namespace: chunks that a replica is computing, so that others wait instead.
 
 A claim is a hint. It ends when its chunks are published, when the request that made it ends, when
 its replica is lost, and when its time is up. Pure: the time is passed in, in monotonic seconds.

@@ -203,8 +203,8 @@ class Namespaces:
         return comparison
 
     def _home(self, name: str, found: Mapping[str, Comparison]) -> str:
-        """Where a member of `name` belongs: among the namespaces that split from one, and what was
-        `found` there, the one in which most compute the same, or a new one."""
+        """The namespace in which a member of `name` belongs: of those that split from one, and what
+        was `found` there, the one in which most compute the same, or a new one."""
         alike = {
             other: len(self._all[other].judge.alike)
             for other, comparison in found.items()
