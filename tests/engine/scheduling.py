@@ -25,7 +25,6 @@ from vllm.v1.kv_offload.base import (
 from tests.harness.comparisons import compared, compared_index, snapshot
 from xinference_xavier.engine.audits import CanAudit
 from xinference_xavier.engine.facts import SchedulerFacts
-from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.keys import Group, Layout
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
@@ -219,7 +218,6 @@ class Scheduling:
         slots: int = 32,
         facts: SchedulerFacts = FACTS,
         name: str = "own",
-        arrivals: Arrivals | None = None,
         probes: Callable[[Pool, CanAudit], Probes] = without_requests,
         **other_facts: Any,
     ) -> None:
@@ -231,7 +229,6 @@ class Scheduling:
             self.pool,
             self.tier,
             partial(probes, self.pool),
-            arrivals,
             self.clock,
         )
 
@@ -369,9 +366,9 @@ def waiting(vllm: Scheduling, count: int = 6) -> Request:
     return request
 
 
-def slow_engine(arrivals: Arrivals | None = None) -> Scheduling:
+def slow_engine(**facts: Any) -> Scheduling:
     """Computes one chunk per second and two per step. Its only peer holds nothing."""
-    vllm = Scheduling(step_tokens=2 * CHUNK, arrivals=arrivals)
+    vllm = Scheduling(step_tokens=2 * CHUNK, **facts)
     vllm.tier.peers_hold(a=[])
     vllm.manager.prefill_rate.add(1000, 1000 / CHUNK)
     return vllm

@@ -22,7 +22,6 @@ from tests.engine.vllm_scheduler import (
 )
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.worker import OnlyLoads
 from xinference_xavier.errors import ConfigError
 
 
@@ -66,16 +65,6 @@ def test_what_a_spec_has_started_ends_with_the_connector(
     spec = connector._spec()
     connector.shutdown()
     assert closed == [spec]
-
-
-def test_a_load_makes_a_step_that_has_nothing_else(engine: Engine) -> None:
-    prompt = list(range(300, 300 + 130))
-    engine.ask("first", prompt, tokens=2)
-    engine.run()
-    engine.forget()
-    engine.ask("again", prompt, tokens=2)
-    assert isinstance(engine.step().kv_connector_metadata, OnlyLoads)
-    assert not isinstance(engine.step().kv_connector_metadata, OnlyLoads)
 
 
 def test_vllm_s_scheduler_is_asked_only_where_something_happens(

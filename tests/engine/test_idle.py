@@ -1,10 +1,6 @@
-"""An idle engine waits for fetches, peers and loads; one that could do anything else does not."""
+"""An idle engine waits for a fetch; one that could do anything else does not."""
 
-import threading
 from collections.abc import Callable
-from queue import Queue
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,39 +11,38 @@ from tests.engine.scheduling import (
     slow_engine,
     waiting_for_prefill,
 )
-from xinference_xavier.engine import idle
-from xinference_xavier.engine.idle import Arrivals
+from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.replica.fetcher import Fetch
 
 KEYS = chunks("prompt", 10)
-PAUSE = pytest.approx(2.0 / 50)
-"""A fiftieth of a step of two seconds."""
 
 
-class Waits(Arrivals):
-    """Records how long the engine would wait, and does what happens meanwhile."""
+class Waits:
+    """Records the fetches that the engine would wait for, and does what happens meanwhile."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self._fetches: list[Fetch] = []
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def wait(self, ended: Callable[[float], object], seconds: float) -> None:
-        self.seconds.append(seconds)
+    def wait(self, fetch: Fetch) -> None:
+        self._fetches.append(fetch)
         self.meanwhile()
 
-    def taken(self) -> float:
-        seconds, self.seconds = sum(self.seconds), []
-        return seconds
+    def taken(self) -> list[Fetch]:
+        fetches, self._fetches = self._fetches, []
+        return fetches
 
 
 @pytest.fixture
-def vllm(waits: Waits) -> Scheduling:
-    return slow_engine(waits)
+def vllm() -> Scheduling:
+    return slow_engine()
 
 
 @pytest.fixture
-def waits() -> Waits:
-    return Waits()
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    waits = Waits()
+    monkeypatch.setattr(IdleWait, "wait", lambda _, fetch: waits.wait(fetch))
+    return waits
 
 
 def empty_step(vllm: Scheduling) -> None:
@@ -65,27 +60,22 @@ def fetching(vllm: Scheduling, name: str = "request", holder: str = "a") -> tupl
     return vllm.tier.fetches[-1], request
 
 
-def test_an_engine_pauses_while_all_requests_wait_for_peers(vllm: Scheduling, waits: Waits) -> None:
-    def paused() -> float:
+def test_an_engine_waits_for_the_fetch_that_all_requests_wait_for(
+    vllm: Scheduling, waits: Waits
+) -> None:
+    def awaited() -> list[Fetch]:
         empty_step(vllm)
         return waits.taken()
 
-    assert not paused()
+    assert not awaited()
     request = waiting_for_prefill(vllm, KEYS)
-    assert paused() == PAUSE
+    assert not awaited(), "vLLM pauses by itself"
     vllm.tier.peers_hold(a=KEYS[:4])
     vllm.attempt(request)
-    assert paused() == idle._MAX_WAIT, "rows are on their way"
+    assert awaited() == vllm.tier.fetches, "rows are on their way"
     vllm.tier.end(vllm.tier.fetches[-1])
     vllm.attempt(request)
-    assert paused() == PAUSE, "it waits for more"
-    vllm.begin_step(100)
-    vllm.attempt(request)
-    assert not paused(), "the engine computes for others"
-    vllm.manager.steps.end(vllm.clock())
-    vllm.clock.now += 60.0
-    assert vllm.attempt(request) == 4
-    assert not paused(), "the request was scheduled"
+    assert not awaited(), "it waits for more"
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -144,23 +134,20 @@ def test_requests_behind_the_first_are_not_waited_for(vllm: Scheduling, waits: W
     assert not waits.taken()
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_an_engine_with_loads_alone_lets_its_worker_wait(
-    vllm: Scheduling, waits: Waits, alone: bool
-) -> None:
+def test_an_engine_that_computes_does_not_wait(vllm: Scheduling, waits: Waits) -> None:
+    fetching(vllm)
+    vllm.begin_step(100)
+    vllm.manager.wait_if_idle()
+    assert not waits.taken()
+
+
+def test_an_engine_that_copies_does_not_wait(vllm: Scheduling, waits: Waits) -> None:
     vllm.fill(KEYS)
     loading = vllm.arrive("loading", KEYS)
-    if not alone:
-        vllm.arrive("other", chunks("other", 2))
-    hits = vllm.attempt(loading)
-    assert hits == len(KEYS)
+    vllm.schedule(loading, vllm.attempt(loading))
     _, request = fetching(vllm)
-    assert not vllm.manager.wait_if_idle(), "the request may be scheduled"
-    vllm.schedule(loading, hits)
-    vllm.attempt(request)
-    assert vllm.manager.wait_if_idle() == alone
-    vllm.begin_step(100)
-    assert not vllm.manager.wait_if_idle(), "the engine computes"
+    empty_step(vllm)
+    assert vllm.attempt(request) is None
     assert not waits.taken()
 
 
@@ -169,87 +156,13 @@ def test_a_store_is_not_waited_for(vllm: Scheduling, waits: Waits) -> None:
     vllm.begin_store(ended, ended.keys)
     vllm.finish(ended)
     fetching(vllm)
-    assert not vllm.manager.wait_if_idle()
+    empty_step(vllm)
     assert not waits.taken()
 
 
-# -- arrivals ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def slices() -> list[float]:
-    """How long, in seconds, a wait was told to last at a time."""
-    return []
-
-
-def test_whatever_arrives_ends_the_wait(slices: list[float]) -> None:
-    received: Queue[str] = Queue()
-
-    def request_comes(seconds: float) -> None:
-        slices.append(seconds)
-        received.put("request")
-
-    Arrivals(received).wait(request_comes, 3600.0)
-    assert slices == [idle._SLICE]
-    Arrivals(received).wait(request_comes, 3600.0)
-    assert len(slices) == 1, "it is still there"
-
-
-def test_a_wait_ends_with_what_it_is_for() -> None:
-    ended = threading.Event()
-    ended.set()
-    Arrivals(Queue()).wait(ended.wait, 3600.0)
-
-
-def test_a_wait_ends_after_its_time(slices: list[float]) -> None:
-    Arrivals(Queue()).wait(slices.append, 1e-6)
-    assert all(0 < seconds <= 1e-6 for seconds in slices)
-
-
-def test_where_arrivals_are_not_known_a_wait_is_as_short_as_vllm_s_own_pause(
-    slices: list[float],
-) -> None:
-    Arrivals(None).wait(slices.append, 3600.0)
-    assert slices == [idle._SLICE]
-
-
-def config(**parallel: int) -> Any:
-    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, **parallel}
-    return SimpleNamespace(parallel_config=SimpleNamespace(**sizes))
-
-
-class Core:
-    """vLLM's engine, which makes connectors while it is made itself."""
-
-    def __init__(self) -> None:
-        self.arrivals = Arrivals.at(config())
-
-
-class CoreProc(Core):
-    def __init__(self) -> None:
-        self.input_queue: Queue[str] = Queue()
-        super().__init__()
-
-
-def test_the_engine_is_found_that_makes_the_connector() -> None:
-    core = CoreProc()
-    core.input_queue.put("request")
-    assert core.arrivals is not None
-    core.arrivals.wait(lambda _: pytest.fail("the request is there"), 3600.0)
-
-
-def test_an_engine_in_its_caller_s_process_receives_nothing_by_itself() -> None:
-    core = Core()
-    assert core.arrivals is not None
-    core.arrivals.wait(lambda _: None, 3600.0)
-
-
-@pytest.mark.parametrize("ranks", ["pipeline_parallel_size", "data_parallel_size"])
-def test_an_engine_that_others_compute_in_step_with_never_waits(ranks: str) -> None:
-    arrivals = Arrivals.at(config(**{ranks: 2}))
-    assert arrivals is None
-    vllm = slow_engine(arrivals)
-    fetch, request = fetching(vllm)
-    fetch.ended = pytest.fail  # type: ignore[assignment]  # it has no `wait`
+def test_an_engine_that_others_compute_in_step_with_never_waits(waits: Waits) -> None:
+    vllm = slow_engine(alone=False)
+    _, request = fetching(vllm)
     empty_step(vllm)
     assert vllm.attempt(request) is None
+    assert not waits.taken()

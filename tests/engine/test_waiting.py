@@ -16,11 +16,9 @@ from tests.engine.scheduling import (
     slow_engine,
     waiting_for_prefill,
 )
-from xinference_xavier.engine.waiting import Wait
 from xinference_xavier.pool.pool import flush
 from xinference_xavier.protocol.load import Elsewhere, with_mark
 from xinference_xavier.protocol.tracker import Settings
-from xinference_xavier.replica.tracker_client import Claim
 
 KEYS = chunks("prompt", 10)
 
@@ -246,11 +244,3 @@ class TestPrefillElsewhere:
 
     def test_an_id_that_a_client_made_up_is_only_an_id(self, vllm: Scheduling) -> None:
         assert vllm.attempt(self.marked(vllm, mark_key="a guess")) == 0
-
-
-@pytest.mark.parametrize(("seconds", "pause"), [(2.0, 0.04), (0.1, 0.002), (9.0, 0.05)])
-def test_it_looks_fifty_times_per_step_and_every_50_ms_at_least(
-    seconds: float, pause: float
-) -> None:
-    wait = Wait(Claim(KEYS, 10.0), lambda _: seconds, 2, 1000.0)
-    assert wait.pause == pytest.approx(pause)

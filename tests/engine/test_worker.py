@@ -22,7 +22,7 @@ from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, engine_config
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.worker import DeviceRegion, HostWorker, OnlyLoads, _Placement
+from xinference_xavier.engine.worker import DeviceRegion, HostWorker, _Placement
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 ROWS = 8
@@ -207,17 +207,6 @@ def test_wait_returns_only_when_its_jobs_are_done(held: HeldWorker) -> None:
     assert held.log == ["nothing to wait for", "copied 1", "copied 2", "waited"]
 
 
-def test_the_oldest_job_can_be_waited_for(held: HeldWorker) -> None:
-    assert held.await_finished(3600.0), "there is nothing to wait for"
-    held.submit()
-    assert not held.await_finished(0.1), "a thread is still at work"
-    opening = threading.Thread(target=held.gate.set)
-    opening.start()
-    assert held.await_finished(3600.0)
-    opening.join()
-    assert held.get_finished()[0].job_id == 1
-
-
 @pytest.mark.parametrize("slots", [[0, ROWS], [ROWS, 0]])
 def test_a_failed_job_is_reported(working: HostWorker, slots: list[int]) -> None:
     """vLLM then ends the engine, which is better than a request that hangs."""
@@ -344,15 +333,10 @@ class Watched(HostWorker):
     def __init__(self, region: Region) -> None:
         super().__init__(CACHES, region, 1, 0)
         self.asked = 0
-        self.waited = 0
 
     def get_finished(self) -> list[TransferResult]:
         self.asked += 1
         return super().get_finished()
-
-    def await_finished(self, seconds: float) -> bool:
-        self.waited += 1
-        return super().await_finished(60.0)
 
 
 class Steps:
@@ -422,12 +406,3 @@ def test_what_was_stored_is_loaded(step: Steps) -> None:
     step(nothing())
     assert step(OffloadingConnectorMetadata(dict(LOAD), {})) == ({"b"}, {2})
     assert pages_of(CACHES, 0, 5) == pages_of(CACHES, 0, 3)
-
-
-def test_a_worker_waits_in_steps_that_have_nothing_but_loads(step: Steps) -> None:
-    step(OffloadingConnectorMetadata(dict(LOAD), {}))
-    assert not step.worker.waited
-    step(OnlyLoads(dict(LOAD), {}))
-    assert step.worker.waited == 1
-    step(OnlyLoads({}, {}))
-    assert step.worker.waited == 1

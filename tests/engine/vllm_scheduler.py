@@ -35,7 +35,6 @@ from tests.engine.scheduling import CHUNK, ROW_BYTES, Scheduling, without_reques
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.facts import SchedulerFacts
-from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
 
@@ -168,7 +167,6 @@ class Engine:
                     vocabulary=config.model_config.get_vocab_size(),
                     audits=True,
                 ),
-                arrivals=Arrivals.at(config),
                 min_fetch_tokens=2 * CHUNK,
                 adaptive=False,
             )

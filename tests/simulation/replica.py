@@ -64,7 +64,7 @@ from xinference_xavier.engine import identity
 from xinference_xavier.engine.adapters import salted
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.facts import SchedulerFacts
-from xinference_xavier.engine.idle import Arrivals
+from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.pool.pool import Pool, Row, RowState
@@ -99,18 +99,6 @@ class Manager(XavierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self.interrupt()
         super().on_schedule_end(context)
-
-
-class _NoWaits(Arrivals):
-    """An idle engine gives the others time instead of waiting for them."""
-
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        super().__init__(None)
-        self._interrupt = interrupt
-
-    def wait(self, ended: Callable[[float], object], seconds: float) -> None:
-        self._interrupt()
-        ended(0.0)
 
 
 class Asked(NamedTuple):
@@ -210,7 +198,6 @@ class Replica:
                 self.pool,
                 self.peers,
                 partial(without_requests, self.pool),
-                _NoWaits(self._interrupted),
                 self.clock,
             )
             self.manager.interrupt = self._interrupted
@@ -223,7 +210,8 @@ class Replica:
         patch.setattr(XavierSpec, "get_worker", worker)
         patch.setattr(identity, "fingerprint_fields", lambda *_: {})
         patch.setattr(connector_module, "time", SimpleNamespace(monotonic=self.clock))
-        patch.setattr(Arrivals, "at", lambda _: _NoWaits(self._interrupted))
+        # An idle engine gives the others time instead of waiting for them.
+        patch.setattr(IdleWait, "wait", lambda *_: self._interrupted())
 
         kind = AsyncScheduler if options.batches > 1 else Scheduler
         self._core = Core(config, caches, kind)

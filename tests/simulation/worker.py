@@ -99,10 +99,6 @@ class CopyJobs(HostWorker):
         self.go_on(max([self._ends[job_id] for job_id in waited], default=0) - self._allowed)
         super().wait(waited)
 
-    def await_finished(self, seconds: float) -> bool:  # nothing waits here
-        self.wait({*[*self._ends][:1]})
-        return True
-
     def shutdown(self) -> None:
         self.go_on(self._submitted)
         super().shutdown()

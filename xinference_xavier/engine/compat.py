@@ -8,7 +8,6 @@ Some differences need no code here. `HostWorker.submit_load` takes 0.33's `exped
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from queue import Queue
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -47,15 +46,12 @@ def copies_blocks(step: SchedulerOutput) -> bool:
 def engine_core() -> Any:
     """vLLM's `EngineCore` that is being made on this thread; None in a worker's process.
 
-    It hands its scheduler no reference to itself. Only one that has a process of its own has an
-    `input_queue`; else its caller's thread runs the steps.
+    It hands its scheduler no reference to itself.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         members = getattr(owner, "__dict__", {})
-        if isinstance(members.get("input_queue"), Queue):
-            return owner
         if "model_executor" in members and hasattr(owner, "add_lora"):
             return owner
         frame = frame.f_back

@@ -42,13 +42,12 @@ from xinference_xavier import vllm_versions
 from xinference_xavier.engine import compat
 from xinference_xavier.engine.facts import EngineFacts, xavier_config
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
-from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.keys import stores_whole_chunks
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.unsupported import refuse_unsupported
-from xinference_xavier.engine.worker import OnlyLoads, WorkerSide
+from xinference_xavier.engine.worker import WorkerSide
 from xinference_xavier.engine.workload import drop_unchanged_requests, is_steady_decode, step_of
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class XavierConnector(WorkerSide):
         vllm_versions.check(vllm.__version__, config.untested_vllm)
         refuse_unsupported(vllm_config)
         self._facts = EngineFacts.read(config, vllm_config, kv_cache_config)
-        super().__init__(vllm_config, role, kv_cache_config, Arrivals.at(vllm_config))
+        super().__init__(vllm_config, role, kv_cache_config)
         self._asked = False  # vLLM's scheduler, since it built metadata
         self._is_reset = False  # and nothing was scheduled since
         self._reset_is_due = False  # of vLLM's own prefix cache, which it refused
@@ -213,9 +212,9 @@ class XavierConnector(WorkerSide):
         if self._reset_is_due and not self._manager.requests:
             # vLLM refused it while blocks were in use.
             self._reset_own()
-        if scheduler_output.total_num_scheduled_tokens or not self._manager.wait_if_idle():
-            return metadata
-        return OnlyLoads(**vars(metadata))
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._manager.wait_if_idle()
+        return metadata
 
     @guarded(nothing)
     def _begin_step(self, scheduler_output: SchedulerOutput) -> None:

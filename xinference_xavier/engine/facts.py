@@ -140,6 +140,7 @@ class SchedulerFacts:
     fetch_timeout: float
     kv_tokens: int | None = None  # that vLLM's KV cache holds
     cached_tokens: int = 0  # that its prefix cache holds
+    alone: bool = True  # no other rank computes in step with it, and would wait with it
     shares: bool = True
 
     @classmethod
@@ -147,6 +148,7 @@ class SchedulerFacts:
         cls, engine: EngineFacts, layout: Layout, row_bytes: int, shares: bool
     ) -> SchedulerFacts:
         config, scheduling = engine.config, engine.vllm.scheduler_config
+        parallel = engine.vllm.parallel_config
         # vLLM keeps one block for itself.
         kv_tokens = (engine.cache.num_blocks - 1) * engine.block_tokens
         return cls(
@@ -159,6 +161,7 @@ class SchedulerFacts:
             fetch_timeout=config.fetch_timeout,
             kv_tokens=kv_tokens,
             cached_tokens=kv_tokens if engine.prefix_caching else 0,
+            alone=parallel.pipeline_parallel_size == parallel.data_parallel_size == 1,
             shares=shares,
         )
 

@@ -39,7 +39,7 @@ from xinference_xavier.engine.evictor import Evictor
 from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.fetches import Fetches
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
-from xinference_xavier.engine.idle import NOTHING, Arrivals, IdleWait
+from xinference_xavier.engine.idle import NOTHING, IdleWait
 from xinference_xavier.engine.metrics import CommonBeginnings, FirstTokenTimes, stats_of
 from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.request import Jobs, Phase, Request
@@ -71,11 +71,9 @@ class XavierManager(OffloadingManager):
         pool: Pool,
         tier: PeerTier,
         probes: Callable[[CanAudit], Probes],
-        arrivals: Arrivals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`probes` makes them, given when they may audit. `arrivals` end an idle engine's wait;
-        without, it never waits."""
+        """`probes` makes them, given when they may audit."""
         self.facts = facts
         self.pool, self._held = pool, pool.held
         self._tier, self._holders = tier, tier.holders
@@ -96,7 +94,7 @@ class XavierManager(OffloadingManager):
         self.pass_end_is_due = False  # in the next step, even if vLLM asks for nothing
         self.finished: deque[Sequence[bytes]] = deque(maxlen=MAX_REQUESTS)  # chunks of requests
         self._evictor = Evictor(pool, tier)
-        self._idle_wait = IdleWait(arrivals)
+        self._idle_wait = IdleWait(facts.alone)
         self.prefill_rate = PrefillRate()
         self.steps = Steps(self.requests, self.prefill_rate, StepCost())
         self.cost_model = CostModel(tier.peers, row_bytes=facts.row_bytes)
@@ -269,12 +267,11 @@ class XavierManager(OffloadingManager):
 
     # -- steps --------------------------------------------------------------------------------
 
-    @guarded(bool)
-    def wait_if_idle(self) -> bool:
+    @guarded(nothing)
+    def wait_if_idle(self) -> None:
         """Wait in a step without tokens: see `IdleWait.nothing_runs`."""
-        return not self.steps.computing and self._idle_wait.nothing_runs(
-            self.requests.keys(), self._jobs.requests_loading, bool(self._jobs)
-        )
+        if not (self.steps.computing or self._jobs):
+            self._idle_wait.nothing_runs(self.requests.keys())
 
     def has_pending_work(self) -> bool:
         return bool(self.fetches or self._unconfirmed)

@@ -18,7 +18,7 @@ computed meanwhile. Belongs to the scheduler thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -65,8 +65,7 @@ class Attempt:
 
     is_planned: bool = False
     plan: FetchPlan | None = None  # if there is anything to fetch, or to probe
-    deferred: dict[bytes, float] = field(default_factory=dict)
-    """The groups that defer it, each with the seconds that an idle engine may sleep."""
+    deferred: set[bytes] = field(default_factory=set)  # the groups that defer it
 
 
 @dataclass(eq=False, slots=True)
@@ -283,10 +282,6 @@ class Jobs:
         """`rows` must be pinned."""
         request.loading = rows
         self._requests[request] = None
-
-    @property
-    def requests_loading(self) -> Set[str]:
-        return {request.req_id for request in self._requests if request.loading}
 
     def end_load(self, request: Request) -> None:
         self.free_stale()

@@ -36,7 +36,6 @@ from vllm.v1.kv_offload.base import (
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import identity, metrics
 from xinference_xavier.engine.facts import EngineFacts, SchedulerFacts
-from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.engine.keys import PromptChunker
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
@@ -244,7 +243,6 @@ class XavierSpec(OffloadingSpec):
             pool,
             tier,
             probes,
-            Arrivals.at(vllm_config),
         )
         engine = Engine(
             PromptChunker(vllm_config, layout, self.config.cache.tokens_per_hash),

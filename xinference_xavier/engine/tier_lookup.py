@@ -78,7 +78,7 @@ class TierLookup:
         if request.is_deferred(key) or not self._peer_prefills.pays(request, key):
             return MISS
         request.deadline = None  # it bounds only fetches
-        return self._defer(key, request, wait.pause)
+        return self._defer(key, request)
 
     def wait_for_adapter(self, key: bytes, request: Request) -> LookupResult | None:
         """The answer while nobody has looked at the files of the request's adapter; None then."""
@@ -102,7 +102,6 @@ class TierLookup:
         self._forget_attempts()
         begun: list[Fetch] = []
         deferred: set[str] = set()
-        pauses: list[float] = []
         for request, attempt in passed:
             if attempt is None:  # the request has ended
                 continue
@@ -110,9 +109,8 @@ class TierLookup:
                 begun += self._begin_fetches(request, attempt.plan)
             if attempt.deferred or request.fetches:
                 deferred.add(request.req_id)
-                pauses += attempt.deferred.values()
         self._fetches.release_ended()
-        return PassEnd(deferred, begun[-1] if begun else None, min(pauses, default=0.0))
+        return PassEnd(deferred, begun[-1] if begun else None)
 
     def scheduled(self, request: Request) -> None:
         """The request was scheduled, so it stops waiting."""
@@ -144,9 +142,9 @@ class TierLookup:
             request.attempt = None
         self._attempts.clear()
 
-    def _defer(self, key: bytes, request: Request, pause: float = 0.0) -> LookupResult:
-        """vLLM looks the request up again in the next step. An idle engine may sleep before."""
-        self._attempt(request).deferred[key[GROUP]] = pause
+    def _defer(self, key: bytes, request: Request) -> LookupResult:
+        """vLLM looks the request up again in the next step."""
+        self._attempt(request).deferred.add(key[GROUP])
         return RETRY
 
     # -- fetching -----------------------------------------------------------------------------

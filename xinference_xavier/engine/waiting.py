@@ -25,8 +25,6 @@ from xinference_xavier.stats.schema import WaitCounts
 
 MIN_PREFILL_SECONDS = 1.0
 """About two hundred round trips to the tracker."""
-_POLLS_PER_STEP = 50
-_MAX_PAUSE = 0.05
 _ANSWER_TIMEOUT = 1.0  # only for a loop that hangs: the replica gives up earlier
 _TRANSIT = 0.25
 """Seconds that a request may take longer to the replica that prefills it than to this one."""
@@ -57,9 +55,6 @@ class Wait:
         self._began = now
         self._local_seconds = local_seconds
         self._step = step
-        self.pause = min(local_seconds(step) / _POLLS_PER_STEP, _MAX_PAUSE)
-        """Seconds that an idle engine sleeps before it looks again. vLLM's own millisecond costs
-        processor time that the peer may need."""
         self._computed = 0  # leading chunks
         self._gave_up = False
         self._is_counted = False

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,7 +43,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 from xinference_xavier.engine.compat import host_unregister
-from xinference_xavier.engine.idle import Arrivals
 from xinference_xavier.pool.region import COPY_THREADS, ROW_ALIGNMENT, Region, copy_threads
 
 if TYPE_CHECKING:
@@ -54,15 +52,6 @@ logger = logging.getLogger(__name__)
 
 # -- our side of the connector --------------------------------------------------------------------
 
-_MAX_LOAD_WAIT = 0.01
-"""Seconds that an idle engine waits for its loads, at a time. Otherwise it would poll a thousand
-times a second and hold Python's lock a third of the time, which the copy threads need."""
-
-
-@dataclass
-class OnlyLoads(OffloadingConnectorMetadata):
-    """The metadata of a step in which the engine only waits for loads."""
-
 
 class WorkerSide(OffloadingConnector):
     """The worker's half of the connector. vLLM asks it several times in each step, and in each
@@ -71,18 +60,12 @@ class WorkerSide(OffloadingConnector):
     steps, in turns with and without)."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        role: KVConnectorRole,
-        kv_cache_config: KVCacheConfig,
-        arrivals: Arrivals | None,
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """`arrivals` are those of the worker's engine; None if it never waits."""
         # Not the one of `OffloadingConnector`: see `engine.connector`.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
         self.connector_worker: OffloadingConnectorWorker | None = None
-        self._arrivals = arrivals
         self._jobs = set[int]()  # that this worker has not reported as completed
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -99,12 +82,6 @@ class WorkerSide(OffloadingConnector):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         if not self._jobs:
             return set(), set()
-        if isinstance(self._connector_metadata, OnlyLoads):
-            assert self.connector_worker is not None
-            assert self._arrivals is not None, "then no step is one"
-            worker = self.connector_worker.worker
-            if isinstance(worker, HostWorker):
-                self._arrivals.wait(worker.await_finished, _MAX_LOAD_WAIT)
         return super().get_finished(finished_req_ids)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
@@ -190,11 +167,6 @@ class HostWorker(OffloadingWorker):
         for result in finished:
             del self._jobs[result.job_id]
         return finished
-
-    def await_finished(self, seconds: float) -> bool:
-        """Wait until the oldest job, if any, is done. False if that takes longer."""
-        oldest = [*self._jobs.values()][:1]
-        return not wait(oldest, seconds).not_done
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until these jobs are done, because vLLM is about to reuse their blocks."""
