@@ -309,6 +309,15 @@ def test_a_damaged_note_ends_the_store(store: NumberedStore) -> None:
     assert [*store.parent.iterdir()] == [store.folder]
 
 
+def test_a_store_that_cannot_be_opened_leaves_no_file_open(store: NumberedStore) -> None:
+    """While its error lives, too, whose traceback has the store."""
+    (store.folder / "store.json").write_bytes(b"damaged")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DamagedNoteError) as error:
+        store.another()
+    assert len(os.listdir("/proc/self/fd")) == before, error
+
+
 # -- the limit -------------------------------------------------------------------------------------
 
 

@@ -126,12 +126,16 @@ class Store:
             self.folder.mkdir(mode=0o700)
         self._descriptor = _open_folder(self.folder)
         # Only once no read is using it.
-        weakref.finalize(self, os.close, self._descriptor)
-        check_private(self.folder, os.fstat(self._descriptor))
-        fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # see `remove_unused`
-        self.note("store", {"model": model, "namespace": namespace, "row_bytes": row_bytes})
-        # While it is open, no other file gets its inode number.
-        self._note_file = os.open("store.json", _READ, dir_fd=self._descriptor)
+        let_go = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            check_private(self.folder, os.fstat(self._descriptor))
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # see `remove_unused`
+            self.note("store", {"model": model, "namespace": namespace, "row_bytes": row_bytes})
+            # While it is open, no other file gets its inode number.
+            self._note_file = os.open("store.json", _READ, dir_fd=self._descriptor)
+        except BaseException:
+            let_go()  # the error's traceback may keep the store for long
+            raise
         weakref.finalize(self, os.close, self._note_file)
         self._direct = _direct(self._descriptor)
 
