@@ -101,7 +101,7 @@ def copies() -> dict[str, Any]:
     )
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    from xinference_xavier.engine.worker import DeviceRegion, device_worker
+    from xinference_xavier.engine.worker_side import DeviceRegion, device_worker
     from xinference_xavier.pool.region import Region
 
     per_chunk = CHUNK // BLOCK

@@ -39,7 +39,7 @@ from xinference_xavier.pool.pool import Row
 from xinference_xavier.protocol.tracker import Member, pack_short
 from xinference_xavier.replica.disk import REMEMBERED
 from xinference_xavier.routing.forecast import Chunks, Prompt
-from xinference_xavier.routing.replica import Rates, Replica, Report, Step
+from xinference_xavier.routing.known_replica import Rates, Replica, Report, Step
 from xinference_xavier.routing.route import Route
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text

@@ -106,11 +106,11 @@ MUTATIONS = (
         ("tests/engine/test_adapters.py",),
     ),
     Mutation(
-        "serving/answers.py",
+        "serving/rest.py",
         "return check_tenant(given if supplied is None else supplied.value)",
         "return check_tenant(given or (supplied.value if supplied else None))",
         "a client that writes another tenant's salt gets that tenant's prefixes",
-        ("tests/serving/test_prefixes.py",),
+        ("tests/serving/test_prefix_routes.py",),
     ),
     Mutation(
         "replica/namespace.py",
@@ -129,12 +129,12 @@ MUTATIONS = (
         ("tests/replica/test_donor.py",),
     ),
     Mutation(
-        "engine/worker.py",
+        "engine/worker_side.py",
         "        wait(copying)\n        return sum(copied.result() for copied in copying)\n",
         '        done, _ = wait(copying, return_when="FIRST_COMPLETED")\n'
         "        return sum(copied.result() for copied in done)\n",
         "a row is a hit while one of two threads still copies its blocks",
-        ("tests/engine/test_worker.py",),
+        ("tests/engine/test_worker_side.py",),
     ),
     Mutation(
         "engine/spec.py",
@@ -172,25 +172,25 @@ MUTATIONS = (
         ("tests/replica/test_disk.py",),
     ),
     Mutation(
-        "disk.py",
+        "disk_store.py",
         "            if is_ours and checksum(row, key) == expected:\n",
         "            if is_ours:\n",
         "a row that is torn, or another chunk's, is read from the disk",
-        ("tests/test_disk.py",),
+        ("tests/test_disk_store.py",),
     ),
     Mutation(
-        "disk.py",
+        "disk_store.py",
         "        folder.rename(removed)\n",
         "        removed = folder\n",
         "rows of a store that is being removed pass for those of the one begun after it",
-        ("tests/test_disk.py",),
+        ("tests/test_disk_store.py",),
     ),
     Mutation(
-        "disk.py",
+        "disk_store.py",
         "        except DamagedNoteError:\n            remove(self.folder)\n            raise\n",
         "        except DamagedNoteError:\n            noted = value\n",
         "rows whose engine nobody knows are taken for those of the next",
-        ("tests/test_disk.py",),
+        ("tests/test_disk_store.py",),
     ),
     Mutation(
         "replica/disk.py",

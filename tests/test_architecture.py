@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,12 @@ def test_the_map_has_every_folder() -> None:
     named = set(re.findall(r"^\| `(\w+)/` \|", house, re.M))
     folders = {found.parent.name for found in (ROOT / "xinference_xavier").glob("*/__init__.py")}
     assert named == folders
+
+
+def test_a_module_s_name_occurs_once() -> None:
+    names = Counter(found.stem for found in (ROOT / "xinference_xavier").rglob("*.py"))
+    del names["__init__"], names["__main__"]
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_every_row_of_a_walk_is_checked() -> None:

@@ -18,7 +18,7 @@ from tests.models.architectures import ARCHITECTURES
 from xinference_xavier import errors
 from xinference_xavier.serving.api import add_routes
 from xinference_xavier.serving.bodies import Change, PrefixBody, PrefixTerms, Question, Weights
-from xinference_xavier.serving.prefixes import add_prefix_routes
+from xinference_xavier.serving.prefix_routes import add_prefix_routes
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.processes import until
-from xinference_xavier import disk
+from xinference_xavier import disk_store
 from xinference_xavier.replica import disk as replica_disk
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ class DiskOrder(StrEnum):
 
 def obey_orders(parent: Path) -> None:
     """Let this process's calls to stores below `parent` obey orders from now on."""
-    read, write = disk.Store.read, disk.Store.write
+    read, write = disk_store.Store.read, disk_store.Store.write
 
-    def obeying_read(store: disk.Store, key: bytes, row: memoryview) -> int:
+    def obeying_read(store: disk_store.Store, key: bytes, row: memoryview) -> int:
         while _ordered(parent, DiskOrder.HANG):
             threading.Event().wait(_PAUSE)
         if _ordered(parent, DiskOrder.SLOW):
@@ -55,7 +55,7 @@ def obey_orders(parent: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(store, key, row)
 
-    def obeying_write(store: disk.Store, key: bytes, row: memoryview, verified: int) -> bool:
+    def obeying_write(store: disk_store.Store, key: bytes, row: memoryview, verified: int) -> bool:
         if _ordered(parent, DiskOrder.FULL):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if _ordered(parent, DiskOrder.TEAR):
@@ -65,8 +65,8 @@ def obey_orders(parent: Path) -> None:
             row = memoryview(torn)
         return write(store, key, row, verified)
 
-    disk.Store.read = obeying_read  # type: ignore[method-assign, assignment]
-    disk.Store.write = obeying_write  # type: ignore[method-assign, assignment]
+    disk_store.Store.read = obeying_read  # type: ignore[method-assign, assignment]
+    disk_store.Store.write = obeying_write  # type: ignore[method-assign, assignment]
     replica_disk.MOST_PAUSE = 0.5  # type: ignore[attr-defined]
 
 
@@ -99,7 +99,7 @@ def _of_files(damage: Callable[[Path, random.Random], None]) -> Kind:
 
         before = noticed()
         with cluster.resets:
-            stores = [each.folder for each in disk.summaries(cluster.disk) if each.rows > 1]
+            stores = [each.folder for each in disk_store.summaries(cluster.disk) if each.rows > 1]
             if not stores:
                 return False
             cluster.damaged_disks += 1
@@ -147,7 +147,7 @@ def _damage_notes(folder: Path, source: random.Random) -> None:
 def _remove(cluster: Cluster, _: Step) -> bool:
     """Remove it as an operator may, without a word to anybody."""
     with cluster.resets:
-        stores = [each.folder for each in disk.summaries(cluster.disk) if each.rows]
+        stores = [each.folder for each in disk_store.summaries(cluster.disk) if each.rows]
         if not stores:
             return False
         note = stores[0] / "store.json"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.chaos import disk
-from xinference_xavier.disk import DamagedRowError, Store
+from xinference_xavier.disk_store import DamagedRowError, Store
 from xinference_xavier.pool.region import checksum
 from xinference_xavier.replica import disk as replica_disk
 from xinference_xavier.stats.schema import DiskStats, FetchStats, ReplicaFetches, ReplicaStats

@@ -1,6 +1,6 @@
 """The worker of a replica: copies between rows and a simulated KV cache, on its own thread.
 
-Jobs run in the order of submission, like those of `engine/worker.py`. A load compares every
+Jobs run in the order of submission, like those of `engine/worker_side.py`. A load compares every
 byte with the expected one and logs the wrong ones at once, so that they count even if the replica
 is killed.
 """

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from xinference_xavier.cli.commands import main
-from xinference_xavier.disk import Store, summaries
+from xinference_xavier.disk_store import Store, summaries
 from xinference_xavier.pool.region import Region
 
 ROW_BYTES = 4096

@@ -7,7 +7,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, Transfe
 
 from tests.e2e.gates import Gate, is_closed, wait_for
 from xinference_xavier.engine import spec
-from xinference_xavier.engine.worker import HostWorker, _Job
+from xinference_xavier.engine.worker_side import HostWorker, _Job
 
 
 class _GatedWorker(HostWorker):

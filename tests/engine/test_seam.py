@@ -41,7 +41,7 @@ from xinference_xavier.engine import compat
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.worker import DeviceRegion, HostWorker
+from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker
 
 OVERRIDES = (
     (XavierManager, base.OffloadingManager),

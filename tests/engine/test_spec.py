@@ -35,7 +35,7 @@ from xinference_xavier.engine import spec as spec_module
 from xinference_xavier.engine.facts import EngineFacts, xavier_config
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import MIN_ROWS, WorkerNote, XavierSpec, rows_of
-from xinference_xavier.engine.worker import DeviceRegion, HostWorker
+from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker
 from xinference_xavier.errors import ConfigError, RegionError
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, receive_region

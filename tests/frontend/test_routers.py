@@ -10,7 +10,7 @@ from tests.tracker_pools import let_others_run
 from tests.world.world import MODEL, REPORTS, Answer, Tracker, World, in_world, text
 from xinference_xavier.errors import NotFoundError
 from xinference_xavier.frontend.routers import Routers
-from xinference_xavier.routing.replica import LEASE
+from xinference_xavier.routing.known_replica import LEASE
 
 LONG = text("long", 10_000)
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from examples.processes import until
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.harness.remote import Remote, spawned, tell_ready
-from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
+from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
 
 pytestmark = pytest.mark.gpu

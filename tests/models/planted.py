@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from xinference_xavier.engine import identity
-from xinference_xavier.engine.worker import HostWorker
+from xinference_xavier.engine.worker_side import HostWorker
 
 
 def tune_between_samples(folder: Path, copy: Path) -> Path:

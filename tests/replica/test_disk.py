@@ -18,8 +18,8 @@ import pytest
 
 from tests.harness.comparisons import compared, compared_index, snapshot
 from tests.harness.replicas import content, fresh_keys
-from xinference_xavier import disk as store_module
-from xinference_xavier.disk import Store, folder_of, summaries
+from xinference_xavier import disk_store as store_module
+from xinference_xavier.disk_store import Store, folder_of, summaries
 from xinference_xavier.errors import ConfigError
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xinference_xavier.routing.forecast import Chunks, Forecaster, Prompt, Terms, Typical, leading
-from xinference_xavier.routing.replica import NO_STEP, Rates, Replica, Report, Step
+from xinference_xavier.routing.known_replica import NO_STEP, Rates, Replica, Report, Step
 
 SIZE = Chunks(128, 1 << 20)
 RATES, STEP = Rates(0.001, 0.0, 0.01, 1e-9), Step(0.01, 0.001)

@@ -5,7 +5,7 @@ import random
 from tests.harness.comparisons import compared, compared_index
 from xinference_xavier.protocol.tracker import Left, Member, Update
 from xinference_xavier.routing.forecast import Chunks, Prompt
-from xinference_xavier.routing.replica import Replica, Report
+from xinference_xavier.routing.known_replica import Replica, Report
 from xinference_xavier.routing.router import Router
 
 KEYS = [b"%012d" % number for number in range(4)]

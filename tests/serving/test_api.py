@@ -17,8 +17,8 @@ from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.protocol.tracker import SHORT_KEY, unpack_question
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving import api as module
-from xinference_xavier.serving.answers import answered_for, model_access
 from xinference_xavier.serving.api import add_routes
+from xinference_xavier.serving.rest import answered_for, model_access
 from xinference_xavier.stats.report import read
 from xinference_xavier.stats.schema import FirstTokens, ReplicaStats
 

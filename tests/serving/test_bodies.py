@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse
 from tests.serving.supervisors import api_context
 from xinference_xavier.frontend.prefix import read_ttl
 from xinference_xavier.protocol.prefixes import Terms
-from xinference_xavier.serving import answers
-from xinference_xavier.serving.answers import add_route
+from xinference_xavier.serving import rest
 from xinference_xavier.serving.bodies import Change, PrefixBody, PrefixTerms, Question, Weights
+from xinference_xavier.serving.rest import add_route
 
 MESSAGES = [{"role": "system", "content": "You are a guide."}]
 GUIDE = {"name": "guide", "prompt": "text"}
@@ -134,7 +134,7 @@ async def test_a_body_of_another_type_is_refused(client: httpx.AsyncClient) -> N
 async def test_a_body_that_is_too_long_is_not_read(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "MAX_BODY", 20)
+    monkeypatch.setattr(rest, "MAX_BODY", 20)
     read = list[int]()
 
     async def pieces() -> AsyncIterator[bytes]:

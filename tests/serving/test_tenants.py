@@ -15,7 +15,7 @@ from tests.harness.api import Pair
 from tests.harness.guarded_api import GuardedApi, bearer
 from tests.harness.replicas import MODEL
 from xinference_xavier.errors import ConfigError
-from xinference_xavier.serving.answers import tenant_of
+from xinference_xavier.serving.rest import tenant_of
 from xinference_xavier.serving.tenants import VARIABLE, TenantsExtension
 
 PREFIXES = f"/v1/xavier/{MODEL}/prefixes"

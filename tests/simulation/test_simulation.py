@@ -21,7 +21,7 @@ from tests.simulation.worker import CopyJobs
 from xinference_xavier.engine import connector
 from xinference_xavier.engine.adapters import Look, Unconfirmed
 from xinference_xavier.engine.manager import XavierManager
-from xinference_xavier.engine.worker import HostWorker
+from xinference_xavier.engine.worker_side import HostWorker
 from xinference_xavier.pool import region
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import COPY_THREADS

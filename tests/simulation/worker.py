@@ -37,7 +37,7 @@ from tests.simulation.contents import (
     contents,
 )
 from xinference_xavier.engine.connector import XavierConnector
-from xinference_xavier.engine.worker import HostWorker
+from xinference_xavier.engine.worker_side import HostWorker
 from xinference_xavier.pool.region import Region
 
 _NO_CONTEXT: Any = None

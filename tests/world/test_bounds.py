@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.world.world import World, in_world, play, text
 from xinference_xavier.frontend import model_router
-from xinference_xavier.routing import answers, texts
+from xinference_xavier.routing import lengths, texts
 
 
 def test_any_number_of_sessions_texts_and_names_leave_memory_flat(
@@ -18,7 +18,7 @@ def test_any_number_of_sessions_texts_and_names_leave_memory_flat(
     for module, name, most in (
         (model_router, "LIMIT", 20),
         (model_router, "MAX_NAMED", 400),
-        (answers, "LIMIT", 20),
+        (lengths, "LIMIT", 20),
         (texts, "MAX_PIECES", 30),
     ):
         monkeypatch.setattr(module, name, most)

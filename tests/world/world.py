@@ -36,7 +36,7 @@ from xinference_xavier.frontend.model_router import ModelRouter
 from xinference_xavier.frontend.routers import Routers
 from xinference_xavier.protocol.load import Load, RequestReport, Serving, is_prefill
 from xinference_xavier.protocol.tracker import Member, Settings, pack_short
-from xinference_xavier.serving.prefixes import not_found
+from xinference_xavier.serving.prefix_routes import not_found
 from xinference_xavier.serving.routing import ContentOf, add_routing
 from xinference_xavier.tracker.namespaces import Namespaces
 from xinference_xavier.tracker.observers import Observers

@@ -16,7 +16,7 @@ from xinference_xavier.cli import tables
 from xinference_xavier.cli.asking import ask, yes
 from xinference_xavier.cli.disks import disk
 from xinference_xavier.cli.endpoint import NO_ANSWER, with_client
-from xinference_xavier.cli.prefixes import prefix, question, salted
+from xinference_xavier.cli.prefix_commands import prefix, question, salted
 from xinference_xavier.cli.trial import trial
 from xinference_xavier.client import XavierClient
 from xinference_xavier.client.doctor import diagnose

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from xinference_xavier.cli import tables
-from xinference_xavier.disk import DamagedRowError, Store, remove, summaries
+from xinference_xavier.disk_store import DamagedRowError, Store, remove, summaries
 from xinference_xavier.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xinference_xavier.client.doctor import Finding
-from xinference_xavier.disk import Summary
+from xinference_xavier.disk_store import Summary
 from xinference_xavier.stats.answers import Explanation, NamedPrefix
 from xinference_xavier.stats.schema import (
     Counters,

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from xinference_xavier.engine.sketches import Sketcher
+from xinference_xavier.engine.sketcher import Sketcher
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.sketches import Sketch, difference
 from xinference_xavier.protocol.tracker import GROUP

@@ -47,7 +47,7 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.process import log_like_vllm
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.unsupported import refuse_unsupported
-from xinference_xavier.engine.worker import WorkerSide
+from xinference_xavier.engine.worker_side import WorkerSide
 from xinference_xavier.engine.workload import drop_unchanged_requests, is_steady_decode, step_of
 
 logger = logging.getLogger(__name__)

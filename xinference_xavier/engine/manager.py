@@ -38,9 +38,9 @@ from xinference_xavier.engine.donors import DonorSelection
 from xinference_xavier.engine.evictor import Evictor
 from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.fetches import Fetches
+from xinference_xavier.engine.first_tokens import CommonBeginnings, FirstTokenTimes, stats_of
 from xinference_xavier.engine.guard import SchedulerErrors, guarded, nothing
 from xinference_xavier.engine.idle import NOTHING, IdleWait
-from xinference_xavier.engine.metrics import CommonBeginnings, FirstTokenTimes, stats_of
 from xinference_xavier.engine.probes import Probes
 from xinference_xavier.engine.request import Jobs, Phase, Request
 from xinference_xavier.engine.tier_lookup import HIT, MISS, TierLookup

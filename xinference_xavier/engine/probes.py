@@ -29,7 +29,7 @@ from vllm.v1.engine.core import DPEngineCoreProc
 
 from xinference_xavier.engine import compat
 from xinference_xavier.engine.audits import Audit, Audits, CanAudit
-from xinference_xavier.engine.sketches import Sketcher
+from xinference_xavier.engine.sketcher import Sketcher
 from xinference_xavier.limits import LONGEST
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.sketches import Sketch

@@ -34,14 +34,14 @@ from vllm.v1.kv_offload.base import (
 )
 
 from xinference_xavier.config import XavierConfig
-from xinference_xavier.engine import identity, metrics
+from xinference_xavier.engine import first_tokens, identity
 from xinference_xavier.engine.facts import EngineFacts, SchedulerFacts
 from xinference_xavier.engine.keys import PromptChunker
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
-from xinference_xavier.engine.sketches import Described, Sketcher, describe_pages
-from xinference_xavier.engine.worker import DeviceRegion, HostWorker, device_worker
+from xinference_xavier.engine.sketcher import Described, Sketcher, describe_pages
+from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker, device_worker
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.index import Index
 from xinference_xavier.limits import START_DEADLINE
@@ -84,7 +84,7 @@ class XavierSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        return metrics.definitions()
+        return first_tokens.definitions()
 
     def __init__(
         self, facts: EngineFacts, layers: Mapping[str, torch.Tensor | list[torch.Tensor]] = {}

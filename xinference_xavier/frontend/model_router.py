@@ -30,7 +30,7 @@ from xinference_xavier.protocol.load import (
 )
 from xinference_xavier.protocol.tracker import unpack, without_rank
 from xinference_xavier.routing.forecast import Chunks
-from xinference_xavier.routing.replica import LEASE, Rates, Replica, Report, Step
+from xinference_xavier.routing.known_replica import LEASE, Rates, Replica, Report, Step
 from xinference_xavier.routing.route import Choice, Queue, Route, State
 from xinference_xavier.routing.router import Router
 from xinference_xavier.routing.texts import Text, Texts

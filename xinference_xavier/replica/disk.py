@@ -38,8 +38,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from xinference_xavier import disk
-from xinference_xavier.disk import DamagedRowError, Store
+from xinference_xavier import disk_store
+from xinference_xavier.disk_store import DamagedRowError, Store
 from xinference_xavier.limits import MOST_PAUSE, TICK
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
@@ -90,7 +90,7 @@ class Disk:
         by_name: Sequence[str] = (),
     ) -> None:
         with suppress(OSError):  # it is not there yet, or fails, which passes
-            disk.check_private(parent, parent.stat())
+            disk_store.check_private(parent, parent.stat())
         self.index: Store | tuple[bytes, ...] = ()  # what can be read
         self.state = DiskState.CLOSED
         self.stats = DiskStats(folder=str(parent))
@@ -390,7 +390,7 @@ class Disk:
             reason = f"{limit} bytes hold no chunk of {row_bytes}"
             raise OSError(errno.ENOSPC, reason, str(self._parent))
         store.touch({})
-        disk.remove_unused(self._parent, time.time())
+        disk_store.remove_unused(self._parent, time.time())
         store.look()
         return store
 

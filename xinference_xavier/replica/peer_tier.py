@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from xinference_xavier.disk import Store
+from xinference_xavier.disk_store import Store
 from xinference_xavier.index import Index
 from xinference_xavier.limits import LIMIT
 from xinference_xavier.peers import DISK_BIT, Peers

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from xinference_xavier.routing.replica import Rates, Replica, Step
+from xinference_xavier.routing.known_replica import Rates, Replica, Step
 
 STALL = 0.1
 """How much it counts that answers stand still while a prompt is computed. They would mostly stand

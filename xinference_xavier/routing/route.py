@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from xinference_xavier.protocol.load import Elsewhere, with_mark
 from xinference_xavier.routing.forecast import Forecast, Prefill, Prompt, Terms
-from xinference_xavier.routing.replica import Place
+from xinference_xavier.routing.known_replica import Place
 from xinference_xavier.routing.texts import Text
 
 

@@ -31,7 +31,6 @@ from statistics import fmean
 
 from xinference_xavier.index import Index
 from xinference_xavier.peers import Peers
-from xinference_xavier.routing.answers import Answers
 from xinference_xavier.routing.expected import Expected
 from xinference_xavier.routing.forecast import (
     Chunks,
@@ -42,7 +41,16 @@ from xinference_xavier.routing.forecast import (
     leading,
     offloaded,
 )
-from xinference_xavier.routing.replica import NO_STEP, UNKNOWN, Place, Rates, Replica, Report, Step
+from xinference_xavier.routing.known_replica import (
+    NO_STEP,
+    UNKNOWN,
+    Place,
+    Rates,
+    Replica,
+    Report,
+    Step,
+)
+from xinference_xavier.routing.lengths import Answers
 from xinference_xavier.routing.route import Choice, Route, State
 from xinference_xavier.stats.schema import KnownLoad
 

@@ -11,7 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from xinference_xavier.frontend.question import SALT
 from xinference_xavier.protocol.tracker import Settings, pack_question
 from xinference_xavier.runtime.aio import in_thread
-from xinference_xavier.serving.answers import (
+from xinference_xavier.serving.bodies import Change, Question, Weights
+from xinference_xavier.serving.gateway import MAX_AGE, ModelReport, TrackerGateway, cluster_info
+from xinference_xavier.serving.rest import (
     ASK_SCOPE,
     MODEL,
     READ_SCOPE,
@@ -23,8 +25,6 @@ from xinference_xavier.serving.answers import (
     model_access,
     tenant_of,
 )
-from xinference_xavier.serving.bodies import Change, Question, Weights
-from xinference_xavier.serving.gateway import MAX_AGE, ModelReport, TrackerGateway, cluster_info
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 

@@ -47,7 +47,7 @@ class XavierExtension:
         from xinference_xavier.serving.api import add_cluster, add_routes
         from xinference_xavier.serving.gateway import TrackerGateway
         from xinference_xavier.serving.metrics import add_metrics
-        from xinference_xavier.serving.prefixes import Prefixes, add_prefix_routes
+        from xinference_xavier.serving.prefix_routes import Prefixes, add_prefix_routes
         from xinference_xavier.serving.routing import add_routing
         from xinference_xavier.serving.ui.routes import add_pages
 

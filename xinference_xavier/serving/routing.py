@@ -38,8 +38,8 @@ from xinference_xavier.routing.route import Route
 from xinference_xavier.runtime.aio import within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.serving import seam
-from xinference_xavier.serving.answers import tenant_of
 from xinference_xavier.serving.model_proxy import ModelProxy, NamedPrefix, WrongKindError
+from xinference_xavier.serving.rest import tenant_of
 from xinference_xavier.serving.routed_model import AtLimitError, Connect, RoutedModel
 
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 
 from xinference_xavier.engine.identity import tensors_of
-from xinference_xavier.engine.worker import tensor_offsets
+from xinference_xavier.engine.worker_side import tensor_offsets
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.sketches import BYTES, TOLERANCES, Sketch

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 from tests.engine.scheduling import chunks
-from xinference_xavier.engine.sketches import SAMPLES, Sketcher, describe_pages
+from xinference_xavier.engine.sketcher import SAMPLES, Sketcher, describe_pages
 from xinference_xavier.pool.pool import Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.sketches import Difference, Sketch, difference

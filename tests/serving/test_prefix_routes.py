@@ -23,8 +23,8 @@ from xinference_xavier.client.client import _tenant
 from xinference_xavier.errors import NamesError
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.serving import prefixes as module
-from xinference_xavier.serving.prefixes import Prefixes, add_prefix_routes
+from xinference_xavier.serving import prefix_routes as module
+from xinference_xavier.serving.prefix_routes import Prefixes, add_prefix_routes
 from xinference_xavier.stats.answers import SALT_HEADER
 
 MODEL = "m"

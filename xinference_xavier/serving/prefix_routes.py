@@ -19,7 +19,9 @@ from xinference_xavier.errors import (
     PrefixRefusedError,
 )
 from xinference_xavier.runtime.aio import in_thread
-from xinference_xavier.serving.answers import (
+from xinference_xavier.serving.bodies import PrefixBody, PrefixTerms
+from xinference_xavier.serving.gateway import DEADLINE, TrackerGateway
+from xinference_xavier.serving.rest import (
     ASK_SCOPE,
     MODEL,
     Access,
@@ -29,8 +31,6 @@ from xinference_xavier.serving.answers import (
     tenant_of,
     tenant_of_header,
 )
-from xinference_xavier.serving.bodies import PrefixBody, PrefixTerms
-from xinference_xavier.serving.gateway import DEADLINE, TrackerGateway
 from xinference_xavier.tracker.fanout import EXPLAIN_DEADLINE
 
 MAX_REMEMBERED = 64 << 20

@@ -22,7 +22,7 @@ from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.engine.vllm_scheduler import BLOCK_TOKENS, engine_config
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.spec import XavierSpec
-from xinference_xavier.engine.worker import DeviceRegion, HostWorker, _Placement
+from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker, _Placement
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
 
 ROWS = 8

@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from xinference_xavier import disk as module
-from xinference_xavier.disk import (
+from xinference_xavier import disk_store as module
+from xinference_xavier.disk_store import (
     WEEK,
     DamagedNoteError,
     DamagedRowError,

@@ -10,8 +10,8 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.scheduling import CHUNK, Clock, Scheduling, chunks
 from tests.engine.vllm_scheduler import Engine, MakeEngine
-from xinference_xavier.engine import metrics
-from xinference_xavier.engine.metrics import FirstTokenTimes, definitions, stats_of
+from xinference_xavier.engine import first_tokens
+from xinference_xavier.engine.first_tokens import FirstTokenTimes, definitions, stats_of
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.protocol.load import prefill_id
 from xinference_xavier.protocol.prefixes import request_id
@@ -181,7 +181,7 @@ def test_a_prompt_shorter_than_a_chunk_is_not_new(vllm: Scheduling) -> None:
 def test_a_salt_is_new_unless_one_of_the_last_thousand_was_equal(
     vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "LIMIT", 2)
+    monkeypatch.setattr(first_tokens, "LIMIT", 2)
     for number, salt in enumerate([None, "a", "a", "b", "a", "c", "a", "b"]):
         asks(vllm, str(number), "prompt", salt=salt)
     assert vllm.manager.stats()["prompts"]["new_salts"] == len("abcb")
