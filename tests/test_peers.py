@@ -114,7 +114,6 @@ def test_a_peer_that_has_moved_is_looked_for_again(peers: Peers) -> None:
     [
         (lambda peers: None, "abc"),
         (lambda peers: leave(peers, "a"), "bc"),
-        (lambda peers: peers.distrust("a"), "bc"),
         (lambda peers: peers.follow(Member("a", "a:1")), "bc"),
         (lambda peers: peers.follow(Member("a", "a:1", False, COMPARED)), "bc"),
         (lambda peers: peers.set_compared(False), ""),
@@ -124,7 +123,6 @@ def test_a_peer_that_has_moved_is_looked_for_again(peers: Peers) -> None:
     ids=[
         "none",
         "left",
-        "distrusted",
         "not compared",
         "cannot serve",
         "this one is not compared",

@@ -2,7 +2,7 @@
 
 A `Peer` has all that is known of another replica: where it is, what it holds, whether it can be
 fetched from, how long that takes, and until when it is left alone after failures. Whoever drops the
-record has forgotten the peer; only whom this replica distrusts is remembered beyond it.
+record has forgotten the peer; only who computes differently is remembered beyond it.
 
 A set of sources is an integer that has their bits, so that an index can name the holders of a chunk
 in a few bytes. The host's disk is a source like the peers, and has the first bit. Once a peer is
@@ -185,11 +185,7 @@ class Peers(Members[Peer]):
     def unlike(self) -> frozenset[str]:
         """The peers with which this replica will not share, as far as is known."""
         undecided = (Verdict.WAITING, Verdict.COMPARED)
-        return frozenset(
-            peer.name
-            for peer in [*self.values()]
-            if peer.name in self._distrusted or peer.verdict not in undecided
-        )
+        return frozenset(peer.name for peer in [*self.values()] if peer.verdict not in undecided)
 
     def is_usable(self, name: str) -> bool:
         """True if chunks can be fetched from this peer, provided that it holds any."""
@@ -198,12 +194,12 @@ class Peers(Members[Peer]):
     def may_fetch(self, name: str) -> bool:
         """True if this peer can fetch from this replica. It knows its own verdict, which may be
         news to us, but not that we were reset, and left, while it stood still."""
-        is_member = self.address(name) is not None
-        return self.is_compared and is_member and name not in self._distrusted
+        return self.is_compared and self.address(name) is not None
 
     def differs(self, name: str) -> bool:
-        """True if this peer is known to compute other rows than this replica."""
-        return name in self.differing or name in self._distrusted
+        """True if this peer, which may have left, computes other rows than this replica, or nobody
+        knows any more whether it does."""
+        return name in self.differing or not self.is_compared
 
     def sources(self) -> list[Source]:
         return [self.disk, *self.values()]
@@ -244,7 +240,6 @@ class Peers(Members[Peer]):
         self.usable = 0
         self.is_compared = False
         self.differing: dict[str, Comparison] = {}  # by incarnation; they may have left
-        self._distrusted: dict[str, None] = {}  # incarnations; they may leave and come back
         self._met: dict[str, None] = {}  # incarnations that we may have rows of
         self._by_number: list[Source | None] = [self.disk]
         self._free: deque[int] = deque()
@@ -253,11 +248,6 @@ class Peers(Members[Peer]):
     def set_compared(self, compared: bool) -> None:
         """Note whether this replica computes what others of its namespace compute."""
         self.is_compared = compared
-        self._set_usable()
-
-    def distrust(self, name: str) -> None:
-        """Share nothing with this peer until we leave the namespace, whatever the tracker says."""
-        _remember(self._distrusted, name, None)
         self._set_usable()
 
     def expect(self, epoch: str, seconds: float) -> None:
@@ -328,8 +318,7 @@ class Peers(Members[Peer]):
         return peer
 
     def _trusts(self, peer: Peer) -> bool:
-        alike = peer.verdict is Verdict.COMPARED and not self.differs(peer.name)
-        return self.is_compared and alike
+        return peer.verdict is Verdict.COMPARED and not self.differs(peer.name)
 
     def _set_usable(self) -> None:
         fetchable = (peer.bit for peer in self.values() if peer.serves and self._trusts(peer))

@@ -32,8 +32,9 @@ from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool, PoolCounts, Row, shared_keys
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.load import Load
+from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import tracker_uid
-from xinference_xavier.replica.canary import Computed, ProbeResult
+from xinference_xavier.replica.canary import Audited, Computed, ProbeResult
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch, FetchState
 from xinference_xavier.replica.inspect import Chunked
@@ -248,6 +249,10 @@ class _Inside:
     def computed(self, name: str, factor: float) -> None:
         """Do what happens when the engine has computed the canary `name`."""
         self.engine.results.append(Computed(name, sketch(factor)))
+
+    def audited(self, donor: str) -> None:
+        """Do what happens when the engine has computed other rows than `donor` gave."""
+        self.engine.results.append(Audited(donor, Difference("layer 1", 0.5)))
 
     def count(self, engine_stats: dict[str, Any]) -> None:
         """Set the engine's counts."""

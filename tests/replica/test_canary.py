@@ -104,21 +104,21 @@ class TestTrust:
         scene.update(compared("peer"))
         assert not scene.peers.is_usable("peer")
 
-    async def test_ends_with_a_row_that_differs_until_a_reset(self, scene: Scene) -> None:
-        """Its engine is the same when it comes back, after its lease has expired."""
+    async def test_ends_with_a_row_that_differs(self, scene: Scene) -> None:
+        """Until the tracker has parted them: another peer may have rows of that donor, too."""
+        scene.update(compared("peer"), compared("other"))
         scene.judged()
+        before = scene.canary.report
         scene.canary.take(Audited("peer", FOUND))
-        assert not scene.peers.is_usable("peer")
-        scene.update()
-        assert scene.peers.differs("peer"), "its rows may still arrive"
-        scene.update(compared("peer"))
-        assert not scene.peers.is_usable("peer")
-        assert not scene.peers.may_fetch("peer")
-        assert scene.peers.unlike == {"peer"}
-        await scene.namespace.part("namespace", "namespace~1")
-        scene.update(compared("peer"))
-        scene.judged()
-        assert scene.peers.is_usable("peer")
+        scene.canary.judged("namespace", before, COMPARED)
+        for name in ("peer", "other"):
+            assert not scene.peers.is_usable(name)
+            assert not scene.peers.may_fetch(name)
+            assert scene.peers.differs(name), "its rows may still arrive"
+        assert scene.canary.report == before._replace(audited=(("peer", FOUND),))
+        assert scene.canary.changed.is_set()
+        scene.canary.reset()
+        assert scene.canary.report == report()
 
     async def test_is_no_business_of_a_stranger(self, scene: Scene) -> None:
         """It has not learned that this replica was reset, and left it."""
@@ -325,6 +325,24 @@ class TestReplicas:
             wait_until(lambda: common not in c.held(), "what it had fetched may be wrong")
             wait_until(lambda: from_c not in b.held(), "and so may what others have of it")
             assert b.stats()["comparison"]["peer"] == "c"
+
+    def test_whose_audit_failed_get_no_row_of_the_donor_from_others(
+        self, tracker_process: TrackerProcess
+    ) -> None:
+        """Nobody knows which of the two is wrong, until another one finds the same."""
+        (own,) = fresh_keys(1)
+        with computing(tracker_process, a=1.0, b=1.0, c=1.0) as (a, b, c):
+            wait_until(lambda: are_parted((a, b, c)), "they trust each other")
+            a.store([own])
+            wait_until(lambda: c.holders(own) == ("a",), "c knows of the chunk")
+            assert c.fetch("a", [own], DEADLINE).state == "COMMITTED"
+            wait_until(lambda: len(b.holders(own)) == 2, "b could fetch it from c, too")
+            b.audited("a")
+            wait_until(lambda: are_parted((a, c), (b,)), "b has left them")
+            assert b.all_holders(own) == ()
+            c.audited("a")
+            wait_until(lambda: are_parted((a,), (b, c)), "c is with b")
+            assert own not in c.held()
 
 
 @pytest.mark.process

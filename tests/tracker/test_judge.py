@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.harness.comparisons import SAMPLES, compared, report, sketch
+from tests.harness.comparisons import COMPARED, SAMPLES, compared, report, sketch
 from tests.tracker_pools import look, of
 from xinference_xavier.protocol.sketches import (
     MAX_CANARIES_BYTES,
@@ -106,6 +106,7 @@ def test_malformed_canaries_are_refused(packed: bytes, reason: str) -> None:
         unpack_canaries(packed)
 
 
+HALF = Difference("layer 1", 0.5)
 FIRST_DIFFERS = Comparison(
     Verdict.DIFFERS, "layer 1 by 50%", "first", Difference("layer 1", pytest.approx(0.5))
 )
@@ -115,43 +116,53 @@ class TestVerdict:
     @pytest.fixture
     def judge(self) -> Judge:
         judge = Judge()
-        assert judge.compare({"short": sketch()}) == Comparison(Verdict.COMPARED)
+        assert judge.compare("new", {"short": sketch()}) == Comparison(Verdict.COMPARED)
         judge.add("first", {"short": sketch()})
         return judge
 
     def test_the_first_is_what_the_others_are_compared_with(self, judge: Judge) -> None:
         judge.add("like", {"short": sketch(1.005)})
-        assert judge.compare({"short": sketch()}) == Comparison(Verdict.COMPARED)
-        assert judge.compare({"short": sketch(2.0)}) == FIRST_DIFFERS
+        assert judge.compare("new", {"short": sketch()}) == Comparison(Verdict.COMPARED)
+        assert judge.compare("new", {"short": sketch(2.0)}) == FIRST_DIFFERS
 
     def test_one_that_has_computed_nothing_waits(self, judge: Judge) -> None:
-        assert judge.compare({}) == Comparison(Verdict.WAITING)
+        assert judge.compare("new", {}) == Comparison(Verdict.WAITING)
 
     def test_one_that_cannot_compute_anything_says_why(self, judge: Judge) -> None:
-        assert judge.compare({}, "no queue") == Comparison(Verdict.CANNOT, "no queue")
+        assert judge.compare("new", {}, "no queue") == Comparison(Verdict.CANNOT, "no queue")
 
     def test_each_canary_counts(self, judge: Judge) -> None:
         """Some differ only deep in a prompt."""
         judge.add("second", {"short": sketch(), "long": sketch()})
-        assert judge.compare({"short": sketch(), "long": sketch(2.0)}) == (
+        assert judge.compare("new", {"short": sketch(), "long": sketch(2.0)}) == (
             FIRST_DIFFERS._replace(peer="second")
         )
 
     def test_nobody_is_compared_by_a_part(self, judge: Judge) -> None:
-        assert judge.compare({"other": sketch()}) == Comparison(Verdict.WAITING)
+        assert judge.compare("new", {"other": sketch()}) == Comparison(Verdict.WAITING)
         fewer = {"layer 0": sketch()["layer 0"]}
         more = {**sketch(), "layer 9": ("float32", SAMPLES)}
-        assert [judge.compare({"short": each}).reason for each in (fewer, more)] == [
+        assert [judge.compare("new", {"short": each}).reason for each in (fewer, more)] == [
             "layer 1 in type, size or presence",
             "layer 9 in type, size or presence",
         ]
 
+    def test_an_audit_parts_who_made_it_from_the_donor(self, judge: Judge) -> None:
+        found = Comparison(Verdict.DIFFERS, "layer 1 by 50%, in an audit", "first", HALF)
+        same = {"short": sketch()}
+        assert judge.compare("new", same, audited={"first": HALF}) == found
+        assert judge.compare("new", same, audited={"former": HALF}) == COMPARED
+        judge.add("new", same, {"donor": HALF})
+        assert judge.compare("donor", same) == found._replace(peer="new")
+        judge.forget("new")
+        assert judge.compare("donor", same) == COMPARED
+
     def test_the_example_goes_with_the_last_that_agrees(self, judge: Judge) -> None:
         judge.add("like", {"short": sketch()})
         judge.forget("first")
-        assert judge.compare({"short": sketch(2.0)}) == FIRST_DIFFERS
+        assert judge.compare("new", {"short": sketch(2.0)}) == FIRST_DIFFERS
         judge.forget("like")
-        assert judge.compare({"short": sketch(2.0)}) == Comparison(Verdict.COMPARED)
+        assert judge.compare("new", {"short": sketch(2.0)}) == Comparison(Verdict.COMPARED)
 
 
 NS = "namespace"
@@ -278,6 +289,20 @@ class TestSplit:
         await tracker.leave(NS, "first")
         found = await tracker.compare(NS, "a", report(short=2.0))
         assert found == Comparison(namespace=f"{NS}~1")
+
+    async def test_whose_audits_failed_are_together_without_the_donor(
+        self, tracker: BlockTracker
+    ) -> None:
+        """Whoever sees next that it is wrong goes to whoever saw it first."""
+        same = report(short=1.0)
+        for name in ("donor", "a", "b", "c"):
+            assert await self.come(tracker, name, same) == NS
+        audited = same._replace(audited=(("donor", HALF),))
+        for name in ("a", "b"):
+            found = await tracker.compare(NS, name, audited)
+            assert (found.peer, found.namespace) == ("donor", f"{NS}~1")
+            assert await self.come(tracker, name, audited, f"{NS}~1") == f"{NS}~1"
+        assert await self.come(tracker, "donor", same) == NS, "one still trusts it"
 
     async def test_two_namespaces_that_compute_the_same_become_one(
         self, tracker: BlockTracker

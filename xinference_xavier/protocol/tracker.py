@@ -20,7 +20,7 @@ from xinference_xavier.options import Routing
 from xinference_xavier.protocol.sketches import Difference, pack_canaries
 from xinference_xavier.runtime.validate import check_json_size, first_reason
 
-PROTOCOL_VERSION = 9  # raised with every change of the messages
+PROTOCOL_VERSION = 10  # raised with every change of the messages
 SPLIT = "~"
 """Stands between a namespace and the number of one that split from it."""
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace
@@ -72,10 +72,12 @@ class Comparison(NamedTuple):
 
 
 class CanaryReport(NamedTuple):
-    """All packed canaries that a replica has computed since its last reset, or why it `cannot`."""
+    """All packed canaries that a replica has computed since its last reset, or why it `cannot`; and
+    how it found the rows of donors to differ in audits."""
 
     packed: bytes = pack_canaries({})
     cannot: str = ""
+    audited: tuple[tuple[str, Difference], ...] = ()
 
 
 NO_CANARIES = CanaryReport()

@@ -96,6 +96,7 @@ class Canary:
     def reset(self) -> None:
         """The engine's weights may have changed: forget what it computed."""
         self._sketches.clear()
+        self.report = self.report._replace(audited=())
         self._pack()
 
     def _pack(self) -> None:
@@ -103,8 +104,8 @@ class Canary:
         self.stats.canaries = len(self._sketches)
 
     def _audit_failed(self, donor: str | None, found: Difference) -> None:
-        """Fetch no more from there, and drop what was fetched from anywhere; all rows if they were
-        our own."""
+        """Drop what was fetched from anywhere; all rows if they were our own. Share nothing until
+        the tracker has parted us from the donor."""
         self._events.audit_failed(donor, found)
         if donor is None:
             self._publisher.forget(lambda _: True)
@@ -112,9 +113,11 @@ class Canary:
             self._disk.distrust(found)
             self._publisher.forget_foreign()
         else:
-            self._peers.distrust(donor)
-            self.stats.compared = len(self._peers.trusted)
-            self._note(donor, found)
+            self._peers.set_compared(False)
+            self.stats.compared = 0
+            self._publisher.forget_foreign()
+            self.report = self.report._replace(audited=(*self.report.audited, (donor, found)))
+            self.changed.set()
 
     # -- what the tracker says ----------------------------------------------------------------
 

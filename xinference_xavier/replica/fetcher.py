@@ -232,7 +232,7 @@ class Fetcher:
                 peer.linked_by = result.transport
         if fetch.state is not FetchState.PENDING:
             return fetch.reason
-        if self._peers.differs(fetch.source):
+        if peer is not None and self._peers.differs(peer.name):
             raise GrantRefusedError("not compared")
         reason = self._commit(fetch, peer, checksums, result)
         if len(fetch.committed) == len(fetch.rows):

@@ -170,7 +170,7 @@ class Namespaces:
         self._all[name] = namespace
         for former in self._all.keys() - {name}:
             self.leave(former, member.incarnation)
-        found = self._compare(name, member.incarnation, canaries, report.cannot)
+        found = self._compare(name, member.incarnation, canaries, report)
         namespace.journal.join(member._replace(comparison=found), now)
         namespace.wake()
         return namespace.journal
@@ -180,17 +180,19 @@ class Namespaces:
         ValueError for malformed canaries."""
         namespace = self.find_member(name, incarnation)
         canaries = unpack_canaries(report.packed)
-        found = self._compare(name, incarnation, canaries, report.cannot)
+        found = self._compare(name, incarnation, canaries, report)
         namespace.journal.judge(incarnation, found)
         namespace.wake()
         return found
 
-    def _compare(self, name: str, incarnation: str, canaries: Canaries, cannot: str) -> Comparison:
-        namespace = self._all[name]
+    def _compare(
+        self, name: str, incarnation: str, canaries: Canaries, report: CanaryReport
+    ) -> Comparison:
+        namespace, audited = self._all[name], dict(report.audited[-MAX_MEMBERS:])
         namespace.judge.forget(incarnation)
         base = name.partition(SPLIT)[0]
         found = {
-            other: each.judge.compare(canaries, cannot)
+            other: each.judge.compare(incarnation, canaries, report.cannot, audited)
             for other, each in self._all.items()
             if other.partition(SPLIT)[0] == base
         }
@@ -199,7 +201,7 @@ class Namespaces:
             differs = comparison.verdict is Verdict.DIFFERS
             comparison = (comparison if differs else Comparison())._replace(namespace=home)
         elif comparison.verdict is Verdict.COMPARED:
-            namespace.judge.add(incarnation, canaries)
+            namespace.judge.add(incarnation, canaries, audited)
         return comparison
 
     def _home(self, name: str, found: Mapping[str, Comparison]) -> str:
