@@ -332,6 +332,17 @@ class TestWarmJoin:
                 wait_until(new.is_warm, "it takes requests")
                 assert new.held() == []
 
+    def test_where_the_tracker_sends_it_it_asks_its_like(self, tracker: TrackerProcess) -> None:
+        with started(tracker, "unlike") as unlike, launched(tracker, "like", factor=2.0) as like:
+            offer(tracker, unlike, fresh_keys(5))
+            wait_until(lambda: "~" in like.namespace() and like.is_up(), "they have parted")
+            offer(tracker, like, keys := fresh_keys(5))
+            with launched(tracker, "new", factor=None, warm_join=60.0) as new:
+                wait_until(lambda: new.address("unlike") is not None, "it is in the first one")
+                new.computed("short", 2.0)
+                wait_until(new.is_warm, "it takes requests")
+                assert sorted(new.held()) == sorted(keys)
+
     def test_a_peer_that_hangs_costs_no_more_than_the_limit(self, tracker: TrackerProcess) -> None:
         with started(tracker, "donor") as donor:
             keys = fresh_keys(5)

@@ -244,15 +244,17 @@ class HotChunks:
     async def _join(self, deadline: float) -> int:
         """Fetch from peers that hold something, as soon as they are known to compute alike."""
         asked, chunks = set[str](), 0
-        while self._peers.enabled and len(self._index) and time.monotonic() < deadline:
+        while self._peers.enabled and time.monotonic() < deadline:
             peers = self._peers
-            if new := peers.serving & peers.trusted - asked:
+            if not self._index.epoch:  # the tracker has sent us to another namespace
+                await asyncio.sleep(_LOOK)
+            elif not len(self._index) or peers.members <= asked | peers.unlike:
+                break
+            elif new := peers.serving & peers.trusted - asked:
                 asked |= new
                 some = random.sample(sorted(new), min(len(new), MAX_PEERS))
                 copies = (self._fetch_hottest(peer, deadline) for peer in some)
                 chunks += sum(await asyncio.gather(*copies))
-            elif peers.members <= asked | peers.unlike:
-                break
             else:
                 await asyncio.sleep(_LOOK)
         return chunks
