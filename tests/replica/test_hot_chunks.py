@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from tests.faults import ROWS_BEFORE_STALL
+from tests.harness.comparisons import compared, compared_index, snapshot
 from tests.harness.replicas import (
     ReplicaProcess,
     TrackerProcess,
@@ -25,12 +27,14 @@ from tests.harness.replicas import (
     wait_until,
     wait_until_known,
 )
+from tests.tracker_pools import let_others_run
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.load import Load, Serving
+from xinference_xavier.protocol.tracker import Member
 from xinference_xavier.replica import hot_chunks as module
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
-from xinference_xavier.replica.hot_chunks import BATCH, RecentPrompts, copy_rows
+from xinference_xavier.replica.hot_chunks import BATCH, HotChunks, RecentPrompts, copy_rows
 
 ROWS = 64
 SHORT = 1.0
@@ -263,6 +267,37 @@ def tracker() -> Iterator[TrackerProcess]:
     process.kill()
 
 
+async def test_a_new_replica_asks_its_like_where_the_tracker_sends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two namespaces its index knows nobody."""
+    index, (key,), asked = compared_index("new"), fresh_keys(1), list[str]()
+
+    async def fetch_hottest(_: HotChunks, peer: str, deadline: float) -> int:
+        asked.append(peer)
+        return 1
+
+    monkeypatch.setattr(module, "_LOOK", 0.0)
+    monkeypatch.setattr(HotChunks, "_fetch_hottest", fetch_hottest)
+    hot = HotChunks(
+        incarnation="new",
+        key_bytes=len(key),
+        index=index,
+        fetcher=Mock(),
+        process=Mock(ready=True),
+        recent=Mock(),
+    )
+    index.apply(snapshot(Member("other", "host:1"), other=[key]))
+    joining = asyncio.create_task(hot.join(60.0))
+    await let_others_run()
+    index.clear()
+    await let_others_run()
+    index.members.set_compared(True)
+    index.apply(snapshot(compared("like"), like=[key]))
+    await joining
+    assert asked == ["like"]
+
+
 @pytest.mark.process
 class TestWarmJoin:
     def test_a_new_replica_has_the_hottest_prefixes(self, tracker: TrackerProcess) -> None:
@@ -331,17 +366,6 @@ class TestWarmJoin:
                 new.computed("short", 2.0)
                 wait_until(new.is_warm, "it takes requests")
                 assert new.held() == []
-
-    def test_where_the_tracker_sends_it_it_asks_its_like(self, tracker: TrackerProcess) -> None:
-        with started(tracker, "unlike") as unlike, launched(tracker, "like", factor=2.0) as like:
-            offer(tracker, unlike, fresh_keys(5))
-            wait_until(lambda: "~" in like.namespace() and like.is_up(), "they have parted")
-            offer(tracker, like, keys := fresh_keys(5))
-            with launched(tracker, "new", factor=None, warm_join=60.0) as new:
-                wait_until(lambda: new.address("unlike") is not None, "it is in the first one")
-                new.computed("short", 2.0)
-                wait_until(new.is_warm, "it takes requests")
-                assert sorted(new.held()) == sorted(keys)
 
     def test_a_peer_that_hangs_costs_no_more_than_the_limit(self, tracker: TrackerProcess) -> None:
         with started(tracker, "donor") as donor:
