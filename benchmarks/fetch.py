@@ -51,7 +51,7 @@ def _of(
     keys = fresh_keys(rows)
     donor.store(keys)
     wait_until(
-        lambda: all(donor.name in consumer.holders(key) for key in keys), "the keys are mirrored"
+        lambda: all(donor.name in consumer.holders(key) for key in keys), "the keys are known"
     )
     fetches: list[float] = []
     floors: list[float] = []

@@ -155,7 +155,7 @@ class Cluster:
         wait_until(
             lambda: (
                 self.known(engine)["holdings"] == held + CHUNKS
-                and self.known(other)["stats"]["mirrored"] == held + CHUNKS
+                and self.known(other)["stats"]["indexed"] == held + CHUNKS
             ),
             f"{other.name} knows what {engine.name} holds",
             interval=0.02,
@@ -378,7 +378,7 @@ class TestWeightUpdate:
             "joined": ["b"], "not_reset": ["a"], "unreachable": [],
         }  # fmt: skip
         cluster.wait_until_compared()
-        wait_until(lambda: cluster.known(b)["stats"]["mirrored"] == CHUNKS, "b knows what a holds")
+        wait_until(lambda: cluster.known(b)["stats"]["indexed"] == CHUNKS, "b knows what a holds")
         assert cluster.ask(b, asked, cluster.tuned).cached == WHOLE
         cluster.nothing_is_left()
 

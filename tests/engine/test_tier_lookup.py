@@ -267,7 +267,7 @@ class TestPeerThatFails:
         assert donors.count("a") <= 2
         assert donors[4:] == 16 * ["b"]
 
-    def test_is_probed_by_a_request_that_computes(self, vllm: Scheduling) -> None:
+    def test_is_tried_by_a_request_that_computes(self, vllm: Scheduling) -> None:
         self.fails(vllm)
         began = len(vllm.tier.fetches)
         assert self.ask(vllm, "2") is None

@@ -167,7 +167,7 @@ def test_every_count_is_reported() -> None:
         fetches=ReplicaFetches(4, 3, {"timeout": 1}, {"gloo": FetchStats()}),
         pool=PoolStats(16, 5, 4, 3, 2, 64, 24, 25),
         grants=2,
-        mirrored=8,
+        indexed=8,
         comparison=ComparisonStats(16, 17, 18, 19),
         disk=DISK,
         not_sharing="no peers",

@@ -75,7 +75,7 @@ class DonorSelection:
     ) -> FetchPlan | None:
         """Choose donors and keys for the longest hit that can be complete by `deadline`.
 
-        If the missing chunks are nowhere, or not worth a fetch: a probe, or None. `without` is the
+        If the missing chunks are nowhere, or not worth a fetch: a trial, or None. `without` is the
         set of sources that are too slow.
         """
         busy = self._fetches.by_source()
@@ -100,9 +100,9 @@ class DonorSelection:
         if is_long:
             self._cost_model.decisions.computed += not request.counted.declined
             request.counted.declined = True
-        return self._probe(groups, now)
+        return self._trial(groups, now)
 
-    def _probe(self, groups: _Groups, now: float) -> FetchPlan | None:
+    def _trial(self, groups: _Groups, now: float) -> FetchPlan | None:
         """Fetch a chunk from a source that has been left out for long enough."""
         due = self._peers.where(lambda source: source.is_due(now))
         if not due:
@@ -111,7 +111,7 @@ class DonorSelection:
             for key in reversed(keys):  # a failure costs the pool this chunk, so take the last one
                 donors = self._tier.holders(key) & due
                 if donors and not self._pool.holds(key):
-                    return FetchPlan(self._peers.of_set(donors)[:1], [key], None, is_probe=True)
+                    return FetchPlan(self._peers.of_set(donors)[:1], [key], None, is_trial=True)
         return None
 
     def may_become_worth_fetching(self, key: bytes, request: Request, now: float) -> bool:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class FetchPlan(NamedTuple):
     """`keys` in the order of their tokens, to be divided equally among `donors`, the best first.
 
-    Without donors, other fetches bring all of them. The request does not wait for a probe.
+    Without donors, other fetches bring all of them. The request does not wait for a trial.
     """
 
     donors: list[Source]
     keys: list[bytes]
     prefill_seconds: float | None  # that the fetch saves; None if unknown
-    is_probe: bool = False
+    is_trial: bool = False
 
 
 class Fetches:
@@ -90,7 +90,7 @@ class Fetches:
         self, plan: FetchPlan, prefix: Sequence[bytes], deadline: float | None
     ) -> list[Fetch]:
         """One fetch from each donor, as far as the pool has room without evicting the `prefix`.
-        Requests find them, unless they are probes."""
+        Requests find them, unless they are trials."""
         now = self._clock()
         latest = now + self.timeout if deadline is None else deadline
         rows = self._evictor.reserve(plan.keys, prefix).rows
@@ -107,13 +107,13 @@ class Fetches:
                 fetch = self._tier.submit_load(donor.name, share, limit)
                 if fetch is not None:
                     self._pinning[fetch] = None
-                    if not plan.is_probe:
+                    if not plan.is_trial:
                         self.by_chunk.update(dict.fromkeys([row.key for row in share], fetch))
                     self._cost_model.begun(fetch, donor, plan.prefill_seconds, now)
                     begun.append(fetch)
         finally:
             self._pool.abort(*rows[handed_over:])
-        self._cost_model.decisions.fetched += bool(begun) and not plan.is_probe
+        self._cost_model.decisions.fetched += bool(begun) and not plan.is_trial
         return begun
 
     def release_ended(self) -> None:

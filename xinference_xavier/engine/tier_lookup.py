@@ -68,7 +68,7 @@ class TierLookup:
         if not (request.has_time(now) or self._peer_prefills.is_awaited_by(request)):
             return MISS
         plan = self._plan(key, request, now)
-        if plan is not None and not plan.is_probe:
+        if plan is not None and not plan.is_trial:
             return RETRY if key in request.retry_keys else MISS
         wait = self._peer_prefills.wait_of(request, key)
         if wait is None:
@@ -166,7 +166,7 @@ class TierLookup:
         if deadline is None or now >= deadline:
             deadline = now + self._fetches.timeout
         plan = self._selection.plan(request, deadline, now)
-        if plan is not None and not plan.is_probe:
+        if plan is not None and not plan.is_trial:
             request.retry_keys = request.first_of_each_group(plan.keys)
             if deadline != request.deadline:
                 request.deadline = deadline
@@ -187,7 +187,7 @@ class TierLookup:
             if not plan.donors:  # the others' fetches failed meanwhile; the next pass plans anew
                 return []
             fetches = begun = self._fetches.begin(plan, request.row_keys(), request.deadline)
-        if plan.is_probe:
+        if plan.is_trial:
             return []
         if not fetches:
             request.stop_fetching()

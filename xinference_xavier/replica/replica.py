@@ -334,7 +334,7 @@ class Replica:
                     *self.tier.pool.counts(), row_bytes, self._cache_rows, self.config.engines
                 ),
                 grants=len(self.donor.grants),
-                mirrored=len(self.index),
+                indexed=len(self.index),
                 comparison=self.canary.stats,
                 disk=self.tier.disk.report(),
                 not_sharing=self._not_sharing(),

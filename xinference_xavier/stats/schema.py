@@ -513,7 +513,7 @@ class ReplicaStats(Counters):
     waits: WaitCounts = described("Waits for a peer's prefill.", WaitCounts)
     pool: PoolStats = described("Its pool.", PoolStats)
     grants: int = described("Grants to peers in force.", 0)
-    mirrored: int = described("Chunks that it knows peers to hold.", 0)
+    indexed: int = described("Chunks that it knows peers to hold.", 0)
     comparison: ComparisonStats = described("Of its rows with those of peers.", ComparisonStats)
     disk: DiskStats = described("What is saved below its pool.", DiskStats)
     transport: str | None = described("Of its rows; a heartbeat lacks it.", None)
