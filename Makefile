@@ -29,10 +29,9 @@ TIMED := TIMEFORMAT="      %0lR"; time
 MODEL ?=
 ARGS ?=
 
-# Of `make chaos`: replicas or engines (default: both), seconds of faults, the schedule's seed and
-# how many of its steps, and the transport of the part replicas (gloo or nixl). Of `make bench`: parts
-# of the report (default: all, more than half an hour); with QUICK=1 less of each, which does not
-# become part of the report.
+# Of `make chaos`: seconds of faults, the schedule's seed and how many of its steps, and the transport
+# (gloo or nixl). Of `make bench`: parts of the report (default: all, more than half an hour); with
+# QUICK=1 less of each, which does not become part of the report.
 PART ?=
 QUICK ?=
 SECONDS ?=
@@ -60,7 +59,7 @@ help:
 	@echo "make test-e2e  tests that start replicas and servers (test-replicas), vLLM engines and xinference (test-engines)"
 	@echo "make coverage  how much of the package make unit COVERAGE=1 ran; fails below 90 %"
 	@echo "make mutations  whether the unit tests catch faults that are put into the package, ten minutes (NUMBERS='3 …')"
-	@echo "make chaos   faults by the thousand, 20 minutes (PART=replicas|engines SECONDS=… SEED=… TRANSPORT=nixl)"
+	@echo "make chaos   faults by the thousand, 10 minutes (SECONDS=… SEED=… TRANSPORT=nixl)"
 	@echo "make test-long  browsers, Prometheus, and clusters, hosts and engines that are broken on purpose: takes long"
 	@echo "make test-gpu  the tests that need an NVIDIA card, with the CUDA build of vLLM"
 	@echo "make test-matrix  the tests with other versions of vLLM and xinference, an hour (VERSIONS='vllm-0.31.0 …')"
@@ -177,9 +176,8 @@ test-matrix: venv
 	$(BIN)/python -m tests.matrix $(VERSIONS)
 
 chaos: venv
-	$(BIN)/python -m tests.chaos $(if $(PART),--part $(PART)) $(if $(SECONDS),--seconds $(SECONDS)) \
-		$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
-		$(if $(TRANSPORT),--transport $(TRANSPORT))
+	$(BIN)/python -m tests.chaos $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(STEPS),--steps $(STEPS)) $(if $(TRANSPORT),--transport $(TRANSPORT))
 
 bench: venv
 	$(BIN)/python -m benchmarks $(PART) $(if $(QUICK),--quick)

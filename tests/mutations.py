@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/namespace.py",
-        "if self.lasting is not None or self.announced != resets:",
+        "if self.durable is not None or self.announced != resets:",
         "if self.announced != resets:",
         "a replica that was not reset shares its old rows under the new weights' version",
         ("tests/replica/test_namespace.py",),
@@ -246,7 +246,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/donor.py",
-        "if not (self._namespace.is_settled and self._peers.enabled):",
+        "if not (self._namespace.is_reset and self._peers.enabled):",
         "if not self._peers.enabled:",
         "during a reset, peers with the old weights get what the new ones computed",
         ("tests/replica/test_donor.py",),
@@ -304,10 +304,17 @@ MUTATIONS = (
     ),
     Mutation(
         "peers.py",
-        "is_member = self.address(name) is not None",
-        "is_member = True",
+        "return self.is_compared and self.address(name) is not None",
+        "return self.is_compared",
         "a peer that missed a reset gets what other weights compute",
         ("tests/replica/test_canary.py",),
+    ),
+    Mutation(
+        "tracker/judge.py",
+        "audited.get(other) or theirs.get(incarnation)",
+        "audited.get(other)",
+        "after a failed audit, the donor comes back and its rows, too",
+        ("tests/tracker/test_judge.py",),
     ),
     Mutation(
         "tracker/judge.py",

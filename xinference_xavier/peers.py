@@ -137,14 +137,14 @@ class Peer(Source, Holder):
 class Peers(Members[Peer]):
     """The other members, by incarnation, and those that a new tracker does not know yet.
 
-    Nothing can be fetched unless this replica, `own`, `is_compared`. `differing` are the replicas
-    that it has met and that compute something else, with how. `version` changes whenever a number
-    is given or freed.
+    Nothing can be fetched unless this replica, `incarnation`, `is_compared`. `differing` are the
+    replicas that it has met and that compute something else, with how. `version` changes whenever a
+    number is given or freed.
     """
 
-    def __init__(self, own: str) -> None:
+    def __init__(self, incarnation: str) -> None:
         super().__init__()
-        self.own = own
+        self.incarnation = incarnation
         self.settings = INITIAL_SETTINGS
         self.disk = Source(DISK, DISK_BIT)
         self.version = 0

@@ -73,7 +73,7 @@ class Cluster:
         self.disk.mkdir()
         self.damaged_disks = 0
         self.host = HostNode()
-        self.tracker = TrackerNode(folder, mutation)
+        self.tracker = TrackerNode(folder)
         self.host.call("set_tracker", self.tracker.address)
         for name in pools:
             self.start(name)
@@ -188,7 +188,7 @@ class Cluster:
         port = self.tracker.port if same_address else 0
         self.host.call("set_tracker", None)
         self.tracker.kill()
-        self.tracker = TrackerNode(self.folder, self._mutation, port)
+        self.tracker = TrackerNode(self.folder, port)
         self.host.call("set_tracker", self.tracker.address)
 
     def members(self) -> dict[str, set[str]]:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,6 @@ class Inside:
             "computed": list(self.scheduler.computed),
             "lost_chunks": self.watch.lost,
             "wrong_bytes": self.worker.wrong_bytes,
-            "pool_refusals": self.pool.refusals,
             "epoch": self.replica.index.epoch,
             "enabled": self.replica.peers.enabled,
             "replacements": self.replica._client.publisher.replacements,
@@ -144,9 +142,6 @@ class Inside:
 
     def flush(self) -> None:
         self.scheduler.call(self.scheduler.flush)
-
-    def ask_for(self, order: str, times: int) -> None:
-        self.scheduler.orders[order] += times
 
     def reset(self, weights: str, shown: str = "") -> None:
         """Compute with `weights` from now on, with the canary of the weights `shown`."""
@@ -183,54 +178,9 @@ class Inside:
             self._show(weights)
         return happened
 
-    def is_busy(self, seconds: float) -> None:
-        """Grant all rows that may be granted to a consumer that never takes them."""
-        grants = self.replica.donor.grants
-
-        async def take() -> list[int]:
-            taken = []
-            for key in shared_keys(self.pool):
-                if grants.granted_rows >= grants._max_rows:
-                    break
-                taken.append(grants.grant("nobody", [key], time.monotonic()).grant_id)
-            return taken
-
-        async def give_back(taken: list[int]) -> None:
-            for grant_id in taken:
-                grants.release(grant_id)
-
-        taken = self._in_background(take)
-        threading.Event().wait(seconds)
-        self._in_background(give_back, taken)
-
     def _in_background(self, work: Callable[..., Any], *args: Any) -> Any:
         running = asyncio.run_coroutine_threadsafe(work(*args), self.replica._thread.loop)
         return running.result(PATIENCE)
-
-    def forget(self, share: float, seconds: float) -> int:
-        """Evict some rows and tell the tracker `seconds` later. Returns how many."""
-
-        def evict() -> list[bytes]:
-            count = max(1, int(share * len(shared_keys(self.pool))))
-            free = self.pool.slots - self.pool.counts().ready - self.pool.counts().filling
-            fillers = [b"%036d" % number for number in range(free + count)]
-            rows, evicted = self.pool.reserve(fillers)
-            for row in rows:
-                self.pool.abort(row)
-            return evicted
-
-        evicted = self.scheduler.call(evict)
-        threading.Event().wait(seconds)
-        tier, holds = self.replica.tier, self.pool.holds
-        self.scheduler.call(lambda: tier.on_evicted([k for k in evicted if not holds(k)]))
-        return len(evicted)
-
-    def is_full(self, seconds: float) -> None:
-        """Pin all rows for a while, so that nothing can be evicted."""
-        keys = shared_keys(self.pool)
-        pinned = [row for key in keys for row in self.pool.pin([key])]
-        threading.Event().wait(seconds)
-        self.pool.unpin(pinned)
 
     def audit(self) -> dict[str, Any]:
         """Everything that the replica holds, for a check at rest."""

@@ -130,14 +130,12 @@ def _killed_while_it_drains(cluster: Cluster, step: Step) -> bool:
     return _killed(cluster, step) and drains
 
 
-def _stopped(shortest: float, longest: float) -> Kind:
-    def bring_about(cluster: Cluster, step: Step) -> bool:
-        with cluster.stop(step.target) as stands_still:
-            seen = until(stands_still, 1.0)
-            _wait(shortest + step.strength * (longest - shortest))
-        return seen
-
-    return bring_about
+def _stopped(cluster: Cluster, step: Step) -> bool:
+    """For a moment, or beyond a fetch's deadline."""
+    with cluster.stop(step.target) as stands_still:
+        seen = until(stands_still, 1.0)
+        _wait(0.1 + step.strength * (0.6 * LEASE - 0.1))
+    return seen
 
 
 def _stopped_beyond_the_lease(cluster: Cluster, step: Step) -> bool:
@@ -150,50 +148,17 @@ def _stopped_beyond_the_lease(cluster: Cluster, step: Step) -> bool:
     return gone and back
 
 
-def _donor_busy(cluster: Cluster, step: Step) -> bool:
-    before = cluster.rollbacks()["busy"]
-    cluster.nodes[step.target].call("is_busy", 0.3 + step.strength)
-    return until(lambda: cluster.rollbacks()["busy"] > before, 1.0)
-
-
-def _stale_entries(cluster: Cluster, step: Step) -> bool:
-    """A peer asks for chunks that the replica no longer holds."""
-    before = cluster.rollbacks()["not held"]
-    node = cluster.nodes[step.target]
-    node.call("forget", 0.2 + 0.6 * step.strength, 0.5 + step.strength)
-    return until(lambda: cluster.rollbacks()["not held"] > before, 1.0)
-
-
-def _pool_full(cluster: Cluster, step: Step) -> bool:
-    node = cluster.nodes[step.target]
-    before = node.figures()["pool_refusals"]
-    node.call("is_full", 0.3 + step.strength)
-    return until(lambda: node.figures()["pool_refusals"] > before, 1.0)
-
-
-def _of_scheduler(cluster: Cluster, step: Step) -> bool:
-    """The replica's scheduler takes the next opportunity."""
-    node = cluster.nodes[step.target]
-    before = node.figures()["done"].get(step.kind, 0)
-    node.call("ask_for", step.kind, 1)
-    return until(lambda: node.figures()["done"].get(step.kind, 0) > before, EFFECT_TIME)
-
-
-def _reset(serving: bool) -> Kind:
-    """Reset to weights that no other replica has, and back."""
-
-    def bring_about(cluster: Cluster, step: Step) -> bool:
-        node = cluster.nodes[step.target]
-        # Announced weights apply to every replica that was reset, so they must be true of all.
-        with cluster.resets:
-            cluster.partings += 2
-            happened = bool(node.call("reset_while", serving, f"own {step.number}", EFFECT_TIME))
-            if happened:
-                _wait(0.3 * step.strength)
-                cluster.share(step.target)
-        return happened
-
-    return bring_about
+def _reset(cluster: Cluster, step: Step) -> bool:
+    """Reset, while it fetches or serves, to weights that no other replica has, and back."""
+    node, serving = cluster.nodes[step.target], step.number % 2 == 0
+    # Announced weights apply to every replica that was reset, so they must be true of all.
+    with cluster.resets:
+        cluster.partings += 2
+        happened = bool(node.call("reset_while", serving, f"own {step.number}", EFFECT_TIME))
+        if happened:
+            _wait(0.3 * step.strength)
+            cluster.share(step.target)
+    return happened
 
 
 def _computes_otherwise(wrong_rows: bool) -> Kind:
@@ -222,24 +187,6 @@ def _computes_otherwise(wrong_rows: bool) -> Kind:
 
 
 # -- of the tracker ---------------------------------------------------------------------------
-
-
-def _publication(cluster: Cluster, step: Step) -> bool:
-    before = cluster.tracker.call("done")[step.kind]
-    cluster.tracker.call("ask_for", step.kind)
-    return until(lambda: cluster.tracker.call("done")[step.kind] > before, EFFECT_TIME)
-
-
-def _clock_jumps(sign: int) -> Kind:
-    """No lease may expire because of it."""
-
-    def bring_about(cluster: Cluster, step: Step) -> bool:
-        with cluster.membership:
-            cluster.tracker.call("jump", sign * LEASE * (1 + 9 * step.strength))
-            _wait(2.0)  # the tracker looks at its leases several times
-        return True
-
-    return bring_about
 
 
 def _tracker_stopped(cluster: Cluster, step: Step) -> bool:
@@ -302,29 +249,15 @@ REPLICA_KINDS: Mapping[str, tuple[int, Kind]] = {
     "replica killed": (10, _killed),
     "replica drained": (12, _drained),
     "replica killed while it drains": (10, _killed_while_it_drains),
-    "replica stopped for a moment": (20, _stopped(0.1, 0.7 * FETCH_TIMEOUT)),
-    "replica stopped beyond the deadline": (12, _stopped(1.2 * FETCH_TIMEOUT, 0.6 * LEASE)),
+    "replica stopped": (32, _stopped),
     "replica stopped beyond the lease": (8, _stopped_beyond_the_lease),
-    "donor busy": (40, _donor_busy),
-    "stale entries": (60, _stale_entries),
-    "pool full": (40, _pool_full),
-    "request aborted while it waits": (70, _of_scheduler),
-    "no room after a hit": (70, _of_scheduler),
-    "request preempted": (60, _of_scheduler),
-    "store fails": (50, _of_scheduler),
-    "reset while fetching": (30, _reset(serving=False)),
-    "reset while serving": (30, _reset(serving=True)),
+    "replica reset": (60, _reset),
     "rows of other weights": (15, _computes_otherwise(wrong_rows=True)),
     "wrong sketch": (15, _computes_otherwise(wrong_rows=False)),
 }
 """Kinds of faults of one replica: how often each occurs relative to the others, and how."""
 
 TRACKER_KINDS: Mapping[str, tuple[int, Kind]] = {
-    "publication lost": (24, _publication),
-    "publication repeated": (24, _publication),
-    "publication delayed": (20, _publication),
-    "clock jumps ahead": (12, _clock_jumps(1)),
-    "clock jumps back": (12, _clock_jumps(-1)),
     "tracker stopped beyond the lease": (10, _tracker_stopped),
     "tracker killed": (10, _tracker_lost(same_address=True)),
     "tracker moved": (10, _tracker_lost(same_address=False)),

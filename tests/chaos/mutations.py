@@ -3,10 +3,9 @@ fail."""
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any
 
 from xinference_xavier.pool.eviction import Protection
-from xinference_xavier.pool.pool import Pool, Reservation, Row, RowState
+from xinference_xavier.pool.pool import Pool, Row, RowState
 
 
 class Mutation(StrEnum):
@@ -14,41 +13,20 @@ class Mutation(StrEnum):
     """Consumers accept whatever arrives."""
     QUARANTINE = "quarantine"
     """The slots of an abandoned fetch are reused at once."""
-    ABORT = "abort"
-    """What a store that failed had reserved stays reserved."""
     PIN = "pin"
     """Rows may be evicted while they are read."""
     CANARY = "canary"
     """The canaries of all weights look alike."""
-    SEQUENCE = "sequence"
-    """The tracker treats any publication as the next one."""
     FIRM = "firm"
     """What is kept firmly is evicted like everything else."""
 
 
-class CountingPool(Pool):
-    """`refusals` counts reservations that got fewer rows than they wanted."""
-
-    refusals = 0
-
-    def reserve(self, keys: Iterable[bytes], *how: Any, **named: Any) -> Reservation:
-        wanted = [key for key in keys if not self.holds(key)]
-        reservation = super().reserve(wanted, *how, **named)
-        self.refusals += len(reservation.rows) < len(wanted)
-        return reservation
-
-
-class _WithoutQuarantine(CountingPool):
+class _WithoutQuarantine(Pool):
     def quarantine(self, *rows: Row) -> None:
         self.abort(*rows)
 
 
-class _WithoutAborts(CountingPool):
-    def abort(self, *rows: Row) -> None:
-        pass
-
-
-class _WithoutPins(CountingPool):
+class _WithoutPins(Pool):
     """Counts pins, so that each can be undone, but ignores them."""
 
     def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
@@ -68,16 +46,15 @@ class _WithoutPins(CountingPool):
                     self._leave_quarantine(row)
 
 
-class _WithoutProtection(CountingPool):
+class _WithoutProtection(Pool):
     def protect(self, keys: Iterable[bytes], how: Protection) -> None:
         pass
 
 
-def make_pool(slots: int, mutation: Mutation | None) -> CountingPool:
-    kinds: dict[Mutation | None, type[CountingPool]] = {
+def make_pool(slots: int, mutation: Mutation | None) -> Pool:
+    kinds: dict[Mutation | None, type[Pool]] = {
         Mutation.QUARANTINE: _WithoutQuarantine,
-        Mutation.ABORT: _WithoutAborts,
         Mutation.PIN: _WithoutPins,
         Mutation.FIRM: _WithoutProtection,
     }
-    return kinds.get(mutation, CountingPool)(slots)
+    return kinds.get(mutation, Pool)(slots)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler above a manager: a constant load, with the scheduler's own faults.
+"""vLLM's scheduler above a manager: a constant load.
 
 Threading: `Scheduler` is a thread, the replica's scheduler thread. Other threads hand it actions
 with `call` and read its figures.
@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -74,11 +74,9 @@ class Figures:
 
     requests: int = 0
     finished: int = 0
-    aborted: int = 0
     operations: int = 0
     longest_scheduling_wait: float = 0.0
     decisions: list[tuple[float, float, float]] = field(default_factory=list)
-    done: Counter[str] = field(default_factory=Counter)
 
 
 class _Live(Scheduling):
@@ -130,7 +128,6 @@ class Scheduler(threading.Thread):
         self._jobs: list[Job] = []
         self._flushes = 0
         self._waited = 0.0  # seconds: the planned pauses between steps, and all lookups
-        self.orders: Counter[str] = Counter()
         self.weights = weights
         self.named: deque[ComputedPrefix] = deque()
         self.computed: deque[str] = deque(maxlen=100)
@@ -227,15 +224,10 @@ class Scheduler(threading.Thread):
             served.is_pending = True
             if served.pending_since is None:
                 served.pending_since, served.waited = now, self._waited
-            if self._take("request aborted while it waits"):
-                self.figures.aborted += 1
-                self._finish(served)
             return
         if served.is_pending and served.pending_since is not None:
             served.is_pending = False
             self._note_decision(served.pending_since, now, self._waited - served.waited)
-        if hits and self._take("no room after a hit"):
-            return
         slots = self._vllm.schedule(served.request, hits, served.own_prefix)
         served.hits, served.steps = hits, self._source.randint(1, 3)
         served.phase = Phase.LOADING if hits else Phase.RUNNING
@@ -255,9 +247,6 @@ class Scheduler(threading.Thread):
             )
 
     def _compute(self, served: _Served) -> None:
-        if self._take("request preempted"):
-            served.phase = Phase.WAITING
-            return
         served.steps -= 1
         if served.steps > 0:
             return
@@ -282,7 +271,6 @@ class Scheduler(threading.Thread):
                     output.store_spec.block_ids.tolist(),
                     self.weights,
                     self._haste(),
-                    self._take("store fails"),
                 )
             )
 
@@ -307,19 +295,12 @@ class Scheduler(threading.Thread):
             self._jobs = [known for known in self._jobs if known is not job]
             if job.is_store:
                 context = job.request.context
-                self.manager.complete_store(set(job.keys), context, success=not job.fails)
+                self.manager.complete_store(set(job.keys), context, success=True)
                 continue
             self.manager.complete_load(set(job.keys), job.request.context)
             for served in self._served:
                 if served.request is job.request:
                     served.phase = Phase.RUNNING
-
-    def _take(self, order: str) -> bool:
-        if not self.orders[order]:
-            return False
-        self.orders[order] -= 1
-        self.figures.done[order] += 1
-        return True
 
     # -- actions ------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""The short form of `make chaos PART=replicas`: a few dozen faults without damage."""
+"""The short form of `make chaos`: a few dozen faults without damage."""
 
 import pytest
 
-from tests.chaos import replicas
+from tests.chaos.run import run
 
 pytestmark = pytest.mark.process
 
@@ -14,7 +14,7 @@ STEPS = 60
 def test_a_short_run_leaves_no_wrong_byte_no_failed_request_and_nothing_behind(
     transport: str,
 ) -> None:
-    report = replicas.run(SEED, 600.0, steps=STEPS, transport=transport)
+    report = run(SEED, 600.0, steps=STEPS, transport=transport)
     assert report.failures() == []
     assert report.faults.total() >= STEPS // 2
     assert len(report.faults) >= 10

@@ -1,58 +1,37 @@
-"""The tracker's side of the chaos harness: a tracker with faults on demand, and a worker and a
-supervisor through which replicas find it again. Both sides are processes with an xoscar pool."""
+"""The tracker's side of the chaos harness: a tracker, and a worker and a supervisor through which
+replicas find it again. Both sides are processes with an xoscar pool."""
 
 import asyncio
 import json
 import time
-from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import xoscar
 
-from tests.chaos.mutations import Mutation
 from tests.chaos.node import PRELOAD
 from tests.harness.remote import Remote, forked, serve_actors
 from tests.harness.replicas import MODEL
-from xinference_xavier.protocol.tracker import Outcome, tracker_uid
+from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.names_file import Prefix
 
 LEASE = 3.0
 _TICK = 0.5
-_DELAY = 0.7
 _COMPUTE_TIME = 5.0
 """Seconds for a replica to compute a prefix among its other requests."""
-_REPEATED_AFTER = 5
-"""Publications of the same replica before one is repeated."""
 
 
-class Clock:
-    """The system's clock, `ahead` by some seconds."""
+class WatchedTracker(BlockTracker):
+    """`expired` lists incarnations whose lease ended, and when."""
 
-    def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead
-
-
-class FaultyTracker(BlockTracker):
-    """Publications are lost, repeated or late. `expired` lists incarnations whose lease ended, and
-    when."""
-
-    def __init__(self, clock: Clock, folder: Path, mutation: Mutation | None) -> None:
-        super().__init__(MODEL, lease=LEASE, tick=_TICK, home=folder, clock=clock)
-        self.clock = clock
-        self.mutation = mutation
-        self.orders: Counter[str] = Counter()
-        self.done: Counter[str] = Counter()
+    def __init__(self, folder: Path) -> None:
+        super().__init__(MODEL, lease=LEASE, tick=_TICK, home=folder)
         self.expired: list[tuple[str, float]] = []
         self.asked: dict[str, tuple[str, str]] = {}
         """The replica and the text of each request for a named prefix."""
         self.answered = asyncio.Condition()
-        self._to_repeat: dict[str, list[Any]] = {}
 
     async def _compute(self, replica: str, prefix: Prefix, request_id: str) -> None:
         self.asked[request_id] = replica, json.loads(prefix.content)["prompt"]
@@ -62,60 +41,20 @@ class FaultyTracker(BlockTracker):
         finally:
             self.asked.pop(request_id, None)
 
-    async def publish(self, namespace: str, incarnation: str, sequence: int, *keys: Any) -> Outcome:
-        publication = (namespace, incarnation, sequence, *keys)
-        if keys[-1] is True:  # a snapshot
-            return await super().publish(*publication)
-        if self._take("publication lost"):
-            return Outcome.APPLIED
-        if self._take("publication delayed"):
-            await asyncio.sleep(_DELAY)
-        outcome = await self._apply(*publication)
-        if incarnation not in self._to_repeat and self._take("publication repeated", count=False):
-            self._to_repeat[incarnation] = [_REPEATED_AFTER, publication]
-        elif incarnation in self._to_repeat:
-            self._to_repeat[incarnation][0] -= 1
-            if not self._to_repeat[incarnation][0]:
-                _, old = self._to_repeat.pop(incarnation)
-                repeated = await self._apply(*old)
-                self.done["publication repeated"] += repeated is not Outcome.UNKNOWN
-        return outcome
-
-    async def _apply(self, namespace: str, incarnation: str, sequence: int, *keys: Any) -> Outcome:
-        if self.mutation is Mutation.SEQUENCE:
-            known = self._namespaces.find(namespace)
-            lease = known.journal.leases.get(incarnation) if known is not None else None
-            if lease is not None:
-                lease.sequence = sequence - 1
-        return await super().publish(namespace, incarnation, sequence, *keys)
-
     def _lost(self, incarnation: str) -> None:
         self.expired.append((incarnation, time.monotonic()))
         super()._lost(incarnation)
-
-    def _take(self, order: str, count: bool = True) -> bool:
-        if not self.orders[order]:
-            return False
-        self.orders[order] -= 1
-        self.done[order] += count
-        return True
 
 
 class _TrackerInside:
     """Each public method is a command, run in the tracker's loop, and so are the tracker's own."""
 
-    def __init__(self, tracker: FaultyTracker, pool: Any) -> None:
+    def __init__(self, tracker: WatchedTracker, pool: Any) -> None:
         self._tracker = tracker
         self._pool = pool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tracker, name)
-
-    async def ask_for(self, order: str) -> None:
-        self._tracker.orders[order] += 1
-
-    async def done(self) -> Counter[str]:
-        return self._tracker.done
 
     async def expired(self) -> list[tuple[str, float]]:
         return self._tracker.expired
@@ -133,9 +72,6 @@ class _TrackerInside:
         async with self._tracker.answered:
             self._tracker.asked.pop(request_id, None)
             self._tracker.answered.notify_all()
-
-    async def jump(self, seconds: float) -> None:
-        self._tracker.clock.ahead += seconds
 
     async def actors(self) -> list[str]:
         return [uid.decode() if isinstance(uid, bytes) else uid for uid in self._pool._actors]
@@ -164,10 +100,10 @@ class FakeWorker(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no 
         return self._supervisor
 
 
-async def _start_tracker(pool: Any, folder: Path, mutation: Mutation | None) -> _TrackerInside:
+async def _start_tracker(pool: Any, folder: Path) -> _TrackerInside:
     uid = tracker_uid(MODEL)
     address = pool.external_address
-    await xoscar.create_actor(FaultyTracker, Clock(), folder, mutation, address=address, uid=uid)
+    await xoscar.create_actor(WatchedTracker, folder, address=address, uid=uid)
     return _TrackerInside(pool._actors[uid.encode()], pool)
 
 
@@ -178,15 +114,15 @@ async def _start_host(pool: Any) -> Any:
     return supervisor
 
 
-def _serve_tracker(pipe: Connection, folder: Path, mutation: Mutation | None, port: int) -> None:
-    serve_actors(pipe, _start_tracker, folder, mutation, address=f"127.0.0.1:{port}")
+def _serve_tracker(pipe: Connection, folder: Path, port: int) -> None:
+    serve_actors(pipe, _start_tracker, folder, address=f"127.0.0.1:{port}")
 
 
 class TrackerNode(Remote):
     """Its commands are the methods of `_TrackerInside`."""
 
-    def __init__(self, folder: Path, mutation: Mutation | None, port: int = 0) -> None:
-        super().__init__(_serve_tracker, folder, mutation, port, context=forked(PRELOAD))
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__(_serve_tracker, folder, port, context=forked(PRELOAD))
         self.address: str = self.wait_until_ready()
 
     @property

@@ -1,4 +1,4 @@
-"""Faults of the transport, and processes that stand still, in both parts of a run."""
+"""Faults of the transport, and processes that stand still."""
 
 import threading
 from collections import Counter
@@ -31,23 +31,16 @@ OF_CONSUMER = [*EFFECTS][: [*EFFECTS].index(Order.STALL)]
 
 
 def bring_about(
-    fault: Order,
-    folder: Path,
-    rollbacks: Callable[[], Counter[str]],
-    seconds: float,
-    provoke: Callable[[], None] = lambda: None,
+    fault: Order, folder: Path, rollbacks: Callable[[], Counter[str]], seconds: float
 ) -> bool:
     """Order the fault in `folder`, and return whether it happened and had its effect, each within
-    `seconds`. `provoke` gives it an opportunity."""
+    `seconds`."""
 
     def seen() -> int:
         return sum(rollbacks()[effect] for effect in EFFECTS[fault])
 
     def has_happened() -> bool:
-        if taken(folder)[fault] > happened:
-            return True
-        provoke()
-        return False
+        return taken(folder)[fault] > happened
 
     before, happened = seen(), taken(folder)[fault]
     order(folder, fault)

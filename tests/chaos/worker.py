@@ -21,7 +21,7 @@ from xinference_xavier.pool.region import Region
 
 @dataclass
 class Job:
-    """`seconds` is its duration; a store that `fails` leaves zeros."""
+    """`seconds` is its duration."""
 
     request: Request
     is_store: bool
@@ -29,7 +29,6 @@ class Job:
     slots: Sequence[int]
     weights: str
     seconds: float = 0.0
-    fails: bool = False
 
 
 class Worker:
@@ -59,7 +58,7 @@ class Worker:
         for part in (slice(None, half), slice(half, None)):
             for key, slot in zip(job.keys, job.slots, strict=True):
                 row = self._region.row(slot)
-                row[part] = 0 if job.fails else row_content(key, job.weights)[part]
+                row[part] = row_content(key, job.weights)[part]
             threading.Event().wait(job.seconds / 2)
 
     def _load(self, job: Job) -> None:

@@ -63,8 +63,8 @@ async def reset(namespace: SharedNamespace) -> None:
 
 def test_without_a_reset_it_is_the_engines_own(namespace: SharedNamespace) -> None:
     assert namespace.current == "own"
-    assert namespace.is_settled
-    assert namespace.lasting == "own"
+    assert namespace.is_reset
+    assert namespace.durable == "own"
 
 
 async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker: Tracker) -> None:
@@ -74,7 +74,7 @@ async def test_each_reset_makes_another_one(namespace: SharedNamespace, tracker:
     await reset(namespace)
     assert len({"own", first, namespace.current}) == 3
     assert tracker.sessions == ["own", first]
-    assert namespace.lasting is None
+    assert namespace.durable is None
 
 
 async def test_resets_that_are_announced_before_the_move_are_one(
@@ -88,10 +88,10 @@ async def test_resets_that_are_announced_before_the_move_are_one(
     namespace.announce_reset()
     tracker.may_end.set()
     await moving
-    assert not namespace.is_settled, "the third one came later"
+    assert not namespace.is_reset, "the third one came later"
     first = namespace.current
     await namespace.isolate()
-    assert namespace.is_settled
+    assert namespace.is_reset
     second = namespace.current
     await namespace.isolate()
     assert "own" != first != second == namespace.current
@@ -103,7 +103,7 @@ async def test_the_same_version_is_the_same_namespace(namespace: SharedNamespace
         await reset(each)
         assert await each.rejoin("step 7", resets=1)
     assert namespace.current == other.current != "own"
-    assert namespace.lasting == namespace.current
+    assert namespace.durable == namespace.current
 
 
 async def test_a_version_without_a_reset_changes_nothing(namespace: SharedNamespace) -> None:

@@ -172,11 +172,11 @@ class Peers(ScriptedTier):
 
     @property
     def sharing(self) -> bool:
-        return self.namespace.is_settled
+        return self.namespace.is_reset
 
     @property
     def reaches_peers(self) -> bool:
-        return self.is_ready and self.namespace.is_settled
+        return self.is_ready and self.namespace.is_reset
 
     def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         fetch = super().submit_load(source, rows, deadline)
@@ -219,7 +219,7 @@ class Peers(ScriptedTier):
 
     def compute_canary(self, weights: int) -> None:
         """The engine computes what tells weights apart."""
-        if self.namespace.is_settled:
+        if self.namespace.is_reset:
             self.disk.probed(b"canary", {"layer": ("float32", [1.0, float(weights)])})
 
     def hold(self, peer: str, keys: set[bytes]) -> None:

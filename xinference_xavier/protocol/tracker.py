@@ -123,11 +123,12 @@ class Settings(NamedTuple):
     """What they are again when a change for some time is over."""
 
     @property
-    def lasting(self) -> Switches:
+    def switches(self) -> Switches:
+        """The switches without a change for some time."""
         return self.then or Switches(self.enabled, self.routing)
 
     def put_back(self) -> "Settings":
-        return self._replace(**self.lasting._asdict(), then=None)
+        return self._replace(**self.switches._asdict(), then=None)
 
 
 INITIAL_SETTINGS = Settings()

@@ -119,7 +119,7 @@ class Fetcher:
                 scope.undo(self.pool.abort, *fetch.rows)  # does nothing to committed ones
                 # Its rows may have been reserved since the pool was reset, and for the namespace
                 # of before.
-                if not self._namespace.is_settled:
+                if not self._namespace.is_reset:
                     raise GrantRefusedError("reset")
                 if fetch.source == DISK:
                     reason = await self._read(fetch)
@@ -157,7 +157,7 @@ class Fetcher:
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,
-            self._peers.own,
+            self._peers.incarnation,
             tuple(row.key for row in fetch.rows),
         )
         try:

@@ -16,13 +16,13 @@ from xinference_xavier.replica.disk import Disk
 
 
 class SharedNamespace:
-    """`own` is the digest of what the engine computes with. With each change the session with the
+    """`digest` is that of what the engine computes with. With each change the session with the
     tracker ends, the index forgets the peers of the former one, and the disk its store."""
 
-    def __init__(self, own: str, index: Index[Peers], disk: Disk) -> None:
-        self.current = own
-        self._own = own
-        self.lasting: str | None = own
+    def __init__(self, digest: str, index: Index[Peers], disk: Disk) -> None:
+        self.current = digest
+        self._digest = digest
+        self.durable: str | None = digest
         """What engines with these weights have in common, also after a restart. None since a reset,
         until an operator sets the weights version."""
         self._index = index
@@ -31,10 +31,10 @@ class SharedNamespace:
         self._moving = asyncio.Lock()
         self.announced = 0  # resets
         self._done = 0
-        disk.move(own)
+        disk.move(digest)
 
     @property
-    def is_settled(self) -> bool:
+    def is_reset(self) -> bool:
         """True if all announced resets are done."""
         return self._done == self.announced
 
@@ -51,8 +51,8 @@ class SharedNamespace:
         async with self._moving:
             announced = self.announced
             if self._done < announced:
-                self.lasting = None
-                await self._change(f"{self._own}+{secrets.token_hex(8)}")
+                self.durable = None
+                await self._change(f"{self._digest}+{secrets.token_hex(8)}")
                 self._done = announced
 
     async def rejoin(self, version: str, resets: int) -> bool:
@@ -60,13 +60,13 @@ class SharedNamespace:
         of so many resets belongs. False, and no change, without a reset, when our chunks may be
         older, and after one more."""
         async with self._moving:
-            if self.lasting is not None or self.announced != resets:
+            if self.durable is not None or self.announced != resets:
                 return False
             # vLLM takes any text.
             if not 0 < len(version) <= MAX_WEIGHTS_VERSION or SPLIT in version:
                 version = hashlib.sha256(version.encode()).hexdigest()
-            self.lasting = f"{self._own}@{version}"
-            await self._change(self.lasting)
+            self.durable = f"{self._digest}@{version}"
+            await self._change(self.durable)
             return True
 
     async def part(self, namespace: str, to: str) -> None:
@@ -90,6 +90,6 @@ class SharedNamespace:
 
     async def _change(self, namespace: str) -> None:
         self.current = namespace
-        self._disk.move(self.lasting)
+        self._disk.move(self.durable)
         await self.end_session()
         self._index.clear()

@@ -149,15 +149,13 @@ class PeerTier:
     def sharing(self) -> bool:
         """False while it is closed, and while a reset is under way."""
         background = self._background
-        return background is not None and background.namespace.is_settled
+        return background is not None and background.namespace.is_reset
 
     @property
     def reaches_peers(self) -> bool:
         """True if rows can be fetched from peers."""
         background = self._background
-        return (
-            background is not None and background.namespace.is_settled and background.process.ready
-        )
+        return background is not None and background.namespace.is_reset and background.process.ready
 
     @property
     def saved(self) -> Store | tuple[bytes, ...]:

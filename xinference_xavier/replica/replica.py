@@ -167,7 +167,7 @@ class Replica:
         self.index, self.peers = index, peers = tier.index, tier.peers
         self.config = config
         self.engine = engine
-        self.incarnation = incarnation = peers.own
+        self.incarnation = incarnation = peers.incarnation
         self._row_bytes = region.row_bytes
         self._cache_rows = cache_rows
         self.fingerprint_fields = fingerprint_fields or {}
@@ -312,7 +312,7 @@ class Replica:
         if not self.process.ready:
             return NotSharing.NO_TRANSFER_PROCESS
         if not self.peers.members:
-            return NotSharing.NO_PEERS if self.namespace.lasting else NotSharing.ALONE
+            return NotSharing.NO_PEERS if self.namespace.durable else NotSharing.ALONE
         if not self.peers.trusted:
             return NotSharing.NOT_COMPARED
         return None

@@ -222,9 +222,12 @@ def _differs(reported: Load | None, load: Load, passed: float) -> bool:
 class EventReporter:
     """`pending` are the events that the tracker does not have yet."""
 
-    def __init__(self, own: Identity) -> None:
+    def __init__(self, identity: Identity) -> None:
         self.pending: deque[dict[str, Any]] = deque(maxlen=MAX_REPORTED)
-        self._own: dict[str, Any] = {"model_uid": own.model_uid, "incarnation": own.incarnation}
+        self._replica: dict[str, Any] = {
+            "model_uid": identity.model_uid,
+            "incarnation": identity.incarnation,
+        }
         self._tracker_lost = False
 
     def tracker_session(self, error: Exception | None) -> None:
@@ -233,37 +236,39 @@ class EventReporter:
         was_lost, self._tracker_lost = self._tracker_lost, error is not None
         if self._tracker_lost == was_lost:
             return
-        who = tuple(self._own.values())
+        who = tuple(self._replica.values())
         if error is None:
             logger.info("tracker joined again: model=%s incarnation=%s", *who)
-            self._add(TrackerRegained(**self._own))
+            self._add(TrackerRegained(**self._replica))
         else:
             logger.warning("tracker lost, retrying: model=%s incarnation=%s error=%r", *who, error)
-            self._add(TrackerLost(**self._own, reason=repr(error)))
+            self._add(TrackerLost(**self._replica, reason=repr(error)))
 
     def rolled_back(self, donor: str, reason: str, rows: int, committed: int) -> None:
         self._add(
-            FetchRolledBack(**self._own, donor=donor, reason=reason, rows=rows, committed=committed)
+            FetchRolledBack(
+                **self._replica, donor=donor, reason=reason, rows=rows, committed=committed
+            )
         )
 
     def differs(self, peer: str, difference: Difference) -> None:
         logger.error(
             "peer computes different rows, not sharing with it: incarnation=%s peer=%s layer=%s "
             "difference=%.3g",
-            self._own["incarnation"],
+            self._replica["incarnation"],
             peer,
             *difference,
         )
-        self._add(ReplicasDiffer(**self._own, peer=peer, **_finite(difference)))
+        self._add(ReplicasDiffer(**self._replica, peer=peer, **_finite(difference)))
 
     def audit_failed(self, donor: str | None, difference: Difference) -> None:
         logger.error(
             "audit failed, rows are dropped: incarnation=%s donor=%s layer=%s difference=%.3g",
-            self._own["incarnation"],
+            self._replica["incarnation"],
             donor,
             *difference,
         )
-        self._add(AuditFailed(**self._own, donor=donor or "", **_finite(difference)))
+        self._add(AuditFailed(**self._replica, donor=donor or "", **_finite(difference)))
 
     def _add(self, event: Event) -> None:
         self.pending.append(event_dict(event))

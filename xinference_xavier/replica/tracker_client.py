@@ -125,7 +125,7 @@ class TrackerClient:
 
     def __init__(
         self,
-        own: Identity,
+        identity: Identity,
         location: TrackerLocation,
         *,
         index: Index[Peers],
@@ -140,8 +140,8 @@ class TrackerClient:
         self.joined = asyncio.Event()
         self.counts = ClientCounts()
         self.publisher = publisher
-        self._own = own
-        self._incarnation = own.incarnation
+        self._identity = identity
+        self._incarnation = identity.incarnation
         self._location = location
         self._index = index
         self._peers = index.members
@@ -222,7 +222,7 @@ class TrackerClient:
     async def _join(self, namespace: str, member: Member) -> float:
         """Return the lease, in seconds."""
         address = await within(3 * CALL_DEADLINE, self._location.find())
-        uid = tracker_uid(self._own.model_uid)
+        uid = tracker_uid(self._identity.model_uid)
         self._tracker = await within(CALL_DEADLINE, xoscar.actor_ref(address=address, uid=uid))
         settings, report = self._peers.settings, self._canary.report
         self._canary.changed.clear()
@@ -230,7 +230,7 @@ class TrackerClient:
             namespace,
             member,
             settings,
-            self._own.replica,
+            self._identity.replica,
             PROTOCOL_VERSION,
             report,
         )

@@ -384,7 +384,7 @@ class BlockTracker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no ty
         settings = self._namespaces.settings
         then = settings.then
         if for_s is not None:
-            then = settings.lasting
+            then = settings.switches
             self._put_back_at = self._clock() + for_s
         elif then is not None:
             then = then._replace(**changes)

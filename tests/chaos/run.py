@@ -1,4 +1,4 @@
-"""The part of a chaos run without vLLM's engine: faults hit a cluster of replicas by a schedule."""
+"""A chaos run: faults hit a cluster of replicas by a schedule."""
 
 import itertools
 import queue
@@ -16,7 +16,7 @@ from tests.chaos.invariants import Findings, come_to_rest
 from tests.chaos.kinds import KINDS, weights
 from tests.chaos.mutations import Mutation
 from tests.chaos.report import Report
-from tests.chaos.schedule import TRACKER, Step, of_replicas
+from tests.chaos.schedule import TRACKER, Step, schedule
 from tests.faults import OF_GLOO
 
 ROUND = 120.0
@@ -41,12 +41,12 @@ def run(
     the schedule to some kinds."""
     if transport != "gloo":
         only = [kind for kind in only or KINDS if kind not in OF_GLOO]
-    report = Report("replicas", seed, FETCH_TIMEOUT)
+    report = Report(seed, FETCH_TIMEOUT)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     cluster = Cluster(folder, seed, mutation, pools, transport)
     try:
         _Run(cluster, report, say).run(
-            itertools.islice(of_replicas(seed, list(pools), *weights(only)), steps), seconds
+            itertools.islice(schedule(seed, list(pools), *weights(only)), steps), seconds
         )
     finally:
         cluster.close()
