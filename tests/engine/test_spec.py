@@ -28,11 +28,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.engine.any_version import called
 from tests.engine.caches import BLOCKS, cell_bytes, kv_caches, pages_of
+from tests.engine.scheduling import ONE_GROUP
 from tests.engine.vllm_scheduler import engine_config
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.engine import identity
 from xinference_xavier.engine import spec as spec_module
-from xinference_xavier.engine.facts import EngineFacts, xavier_config
+from xinference_xavier.engine.facts import EngineFacts, SchedulerFacts, xavier_config
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import MIN_ROWS, WorkerNote, XavierSpec, rows_of
 from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker
@@ -335,6 +336,18 @@ class TestWorkers:
         with pytest.raises(RegionError, match="this process expects"):
             worker_of(replace(engine, offloading=other), kv_caches([PAGES]))
         worker.shutdown()
+
+
+@pytest.mark.parametrize("ranks", ["pipeline_parallel_size", "data_parallel_size"])
+def test_an_engine_that_computes_in_step_with_others_is_not_alone(
+    engine: EngineFacts, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_alone() -> bool:
+        return SchedulerFacts.for_region(engine, ONE_GROUP, ROW_ALIGNMENT, shares=True).alone
+
+    assert is_alone()
+    monkeypatch.setattr(engine.vllm.parallel_config, ranks, 2)
+    assert not is_alone()
 
 
 STAGES = (9, 10, 9)  # layers; the first stage is not the largest one
