@@ -141,26 +141,6 @@ class CorruptingNixl(_FaultyNixl):
     link = _CorruptingLink
 
 
-class _Unchecked(_Faulty):
-    """No checksum is compared, to show what the check catches."""
-
-    def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
-        super().__init__(region, host, port_range)
-        region.checksum = lambda slot, key: _Anything()  # type: ignore[method-assign,assignment,return-value]
-
-
-class UncheckedCorruptingGloo(_Unchecked, CorruptingGloo):
-    pass
-
-
-class UncheckedCorruptingNixl(_Unchecked, CorruptingNixl):
-    pass
-
-
-class UncheckedCorruptingSharedMemory(_Unchecked, CorruptingSharedMemory):
-    pass
-
-
 class _Anything:
     """Equal to every checksum."""
 

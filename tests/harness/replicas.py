@@ -228,11 +228,6 @@ class _Inside:
         ready = filter(None, map(self.pool.lookup, shared_keys(self.pool)))
         return [row.key for row in ready if not self._is_right(row)]
 
-    def raw_row(self, key: bytes) -> bytes:
-        row = self.pool.lookup(key)
-        assert row is not None
-        return self.region.row(row.slot).tobytes()
-
     def holders(self, key: bytes) -> tuple[str, ...]:
         return usable_holders(self.replica.index, key)
 
@@ -276,9 +271,6 @@ class _Inside:
         )
         return asking.result(DEADLINE)
 
-    def enabled(self) -> bool:
-        return self.replica.peers.enabled
-
     def address(self, peer: str) -> str | None:
         return self.replica.peers.address(peer)
 
@@ -313,9 +305,6 @@ class TrackerProcess(Remote):
         """`options` are keyword arguments of the tracker."""
         super().__init__(_track, host, options, context=context)
         self.address: str = self.wait_until_ready()
-
-    def set_enabled(self, enabled: bool) -> None:
-        self.call("set_enabled", enabled)
 
     def set_weights_version(self, version: str) -> dict[str, list[str]]:
         told: dict[str, list[str]] = self.call("set_weights_version", version)

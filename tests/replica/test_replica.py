@@ -17,13 +17,11 @@ from tests.harness.replicas import (
     Outcome,
     ReplicaProcess,
     TrackerProcess,
-    fresh_keys,
     is_free,
     replicas,
     stored,
     wait_until,
 )
-from xinference_xavier.errors import GrantRefusedError, LinkError
 from xinference_xavier.protocol.transfer import PROTOCOL_VERSION, GrantRequest
 from xinference_xavier.runtime.addresses import replica_uid
 
@@ -93,19 +91,6 @@ def assert_recovers(scene: Scene, outcome: Outcome, keys: list[bytes]) -> None:
     assert scene.consumer.wrong_rows() == []
 
 
-def test_stats_show_rows_in_flight_and_bytes_by_donor(scene: Scene) -> None:
-    keys = stored(scene.consumer, scene.stalling, scene.plain)
-    received = scene.consumer.stats()["received_from"].get("plain", 0)
-    begin_stalled_fetch(scene.consumer, scene.stalling, keys, SHORT)
-    assert scene.consumer.stats()["fetching"] == {"stalling": ROWS}
-    outcome = scene.consumer.end_fetch()
-    wait_until(lambda: scene.consumer.stats()["fetching"] == {}, "the fetch has ended")
-    assert_recovers(scene, outcome, keys)
-    stats = scene.consumer.stats()
-    moved = stats["received_from"]["plain"] - received
-    assert moved == (ROWS - outcome.committed) * stats["pool"]["row_bytes"]
-
-
 def test_a_donor_without_its_transfer_process(scene: Scene) -> None:
     """The leading rows that arrived are kept."""
     keys = stored(scene.consumer, scene.stalling, scene.plain)
@@ -137,22 +122,6 @@ def test_a_donor_is_not_asked_while_it_has_no_transfer_process(scene: Scene) -> 
     assert listed(scene.consumer, keys, "plain")
     wait_until(lambda: offered(scene.consumer, keys, "plain"), "it can be asked again")
     assert scene.consumer.fetch("plain", keys, NEVER).reason is None
-
-
-def test_a_replica_that_starts_is_asked_once_it_can_serve(
-    scene: Scene, tracker_process: TrackerProcess, transport: str
-) -> None:
-    """Its transfer process takes seconds longer to start than it takes to join."""
-    starting = ReplicaProcess("starting", tracker_process.address, transport=transport)
-    try:
-        keys = fresh_keys(ROWS)
-        starting.store(keys)
-        wait_until(lambda: listed(scene.consumer, keys, "starting"), "the index lists them")
-        wait_until(lambda: offered(scene.consumer, keys, "starting"), "it can be asked")
-        assert scene.consumer.fetch("starting", keys, NEVER).reason is None
-    finally:
-        starting.stop()
-        starting.kill()
 
 
 def test_the_consumer_s_transfer_process_is_killed(scene: Scene) -> None:
@@ -273,56 +242,6 @@ async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> 
     assert scene.plain.address("consumer") is not None, "its lease has not expired"
     await donor.release(grant.grant_id)  # too late, which does no harm
     assert is_free(scene.plain)
-
-
-async def test_replicas_of_two_namespaces_exchange_nothing(
-    scene: Scene, tracker_process: TrackerProcess, transport: str
-) -> None:
-    """Even if they know each other's address and namespace, and ask."""
-    foreigner = {"foreign": transport}
-    with replicas(tracker_process.address, foreigner, namespace="another") as (foreign,):
-        keys = stored(scene.consumer, scene.plain)
-        foreign.store(keys[:1])
-        wait_until(lambda: foreign.held() == keys[:1], "its row has a checksum")
-        sent = scene.plain.transfer_stats()["bytes_sent"]
-        assert all(foreign.holders(key) == () for key in keys)
-        assert "foreign" not in scene.consumer.holders(keys[0])
-        assert foreign.fetch("plain", keys[1:], SHORT).reason == "donor gone"
-        assert scene.consumer.fetch("foreign", keys[:1], SHORT).reason == "donor gone"
-        donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
-        for namespace in ("another", "", "namespac", "namespace "):
-            request = GrantRequest(PROTOCOL_VERSION, namespace, "foreign", tuple(keys))
-            with pytest.raises((GrantRefusedError, LinkError)):
-                await donor.grant(request)
-        assert scene.plain.transfer_stats()["bytes_sent"] == sent
-        assert is_free(scene.plain)
-        assert foreign.held() == keys[:1]
-
-
-def test_a_reset_while_rows_arrive(
-    scene: Scene, tracker_process: TrackerProcess, transport: str
-) -> None:
-    """No row from before becomes a hit, and the replica then has its own namespace."""
-    with extra_replica(tracker_process, "reset consumer", STALLABLE[transport]) as consumer:
-        own = fresh_keys(2)
-        consumer.store(own)
-        keys = stored(consumer, scene.stalling, scene.plain)
-        wait_until(lambda: scene.plain.holders(own[0]) == (consumer.name,), "the index lists them")
-        before = consumer.namespace()
-        begin_stalled_fetch(consumer, scene.stalling, keys, SHORT)
-        consumer.reset()
-        assert consumer.held() == []
-        outcome = consumer.end_fetch()
-        assert (outcome.state, outcome.committed) == ("ROLLED_BACK", 0)
-        wait_until(lambda: is_free(consumer), "the rows are free again")
-        assert consumer.held() == []
-        wait_until(lambda: consumer.namespace() not in ("", before), "it has another namespace")
-        wait_until(lambda: scene.plain.holders(own[0]) == (), "it left the old one")
-        wait_until(consumer.is_up, "it is a member of the new one")
-        consumer.store(own)
-        assert consumer.holders(keys[0]) == ()
-        assert consumer.fetch("plain", keys, SHORT).reason == "donor gone"
-        assert scene.plain.holders(own[0]) == ()
 
 
 def test_an_orderly_stop_leaves_nothing(

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.transfer.sides import KINDS, NOBODY, Kind, Side, Sides
+from tests.transfer.sides import KINDS, Kind, Side, Sides
 
 
 @pytest.fixture
@@ -15,12 +15,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 async def sides(kind: Kind) -> AsyncIterator[Sides]:
-    sides = Sides(kind)
-    yield sides
-    for side in sides.all:
-        await side.actor.close_links_except(NOBODY)
-        await side.pool.stop()
-        side.region.close()
+    async with Sides(kind) as sides:
+        yield sides
 
 
 @pytest.fixture

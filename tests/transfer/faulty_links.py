@@ -27,12 +27,8 @@ LATE = 0.5
 
 class Wrong(StrEnum):
     REFUSED = "refuses the link"
-    CUT = "closes the connection half-way"
-    FEWER = "claims to be done half-way"
     SHORTER = "sends a row without its end"
     LONGER = "sends a row with extra bytes"
-    OTHER_ROWS = "sends the rows in another order"
-    OTHER_BYTES = "sends a row with one bit changed"
     LATE = "sends the second half after the deadline"
 
 
@@ -58,24 +54,14 @@ class _WrongLink(_FaultyLink):
             _done(wrong)
 
     def _send_wrong(self, wrong: Wrong, slots: Sequence[int], deadline: float) -> None:
-        if wrong is Wrong.OTHER_ROWS:
-            self.link.send(slots[::-1], deadline)
-            return
         half = len(slots) // 2
         self.link.send(slots[:half], deadline)
         row = torch.from_numpy(self.region.row(slots[half]).copy())
         match wrong:
-            case Wrong.CUT:
-                self.link.close()
-                raise LinkError("cut")
             case Wrong.SHORTER:
                 self._post(row[: len(row) // 2], deadline)
             case Wrong.LONGER:
                 self._post(torch.cat([row, row]), deadline)
-            case Wrong.OTHER_BYTES:
-                row[-1] ^= 1
-                self._post(row, deadline)
-                self.link.send(slots[half + 1 :], deadline)
             case Wrong.LATE:
                 threading.Event().wait(max(0.0, deadline - time.monotonic()) + LATE)
                 self.link.send(slots[half:], time.monotonic() + LATE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import xoscar
@@ -150,6 +150,15 @@ class Sides:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.all: list[Side] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for side in self.all:
+            await side.actor.close_links_except(NOBODY)
+            await side.pool.stop()
+            side.region.close()
 
     async def start(
         self,

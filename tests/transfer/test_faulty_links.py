@@ -1,5 +1,6 @@
 """Whatever a donor sends, only right rows become hits, the others are free again in time, at most
-our transfer process dies, and fetches from other donors work."""
+our transfer process dies, and fetches from other donors work. Rows that are wrong as a whole are in
+`tests/replica/test_sources.py`."""
 
 import signal
 from collections.abc import Iterator
@@ -71,11 +72,7 @@ def fetch_wrong(scene: Scene, keys: list[bytes], wrong: Wrong, deadline: float) 
     ("wrong", "reason", "committed"),
     [
         (Wrong.REFUSED, "link", 0),
-        (Wrong.CUT, "link", HALF),
-        (Wrong.FEWER, "timeout", HALF),
         (Wrong.SHORTER, "checksum", HALF),
-        (Wrong.OTHER_ROWS, "checksum", 0),
-        (Wrong.OTHER_BYTES, "checksum", HALF),
         (Wrong.LATE, "timeout", HALF),
         (Wrong.LONGER, "transfer process died", 0),
     ],

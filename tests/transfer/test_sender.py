@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.transfer.sides import HOST, NOBODY, PATIENCE, ROW_BYTES, ROWS, SECRET, Kind, Side, Sides
@@ -16,15 +15,6 @@ from xinference_xavier.protocol.transfer import PullResult, prove
 from xinference_xavier.transfer import links
 from xinference_xavier.transfer.links import close_link
 from xinference_xavier.transfer.transports.shared_memory import DonorLink
-
-
-async def test_without_a_valid_grant_nothing_is_sent(consumer: Side, donor: Side) -> None:
-    """Over other transports, the consumer reads the rows itself."""
-    before = consumer.rows.copy()
-    assert await consumer.pull(donor, [0], lifetime=-1) == PullResult(0, "link")
-    assert np.array_equal(consumer.rows, before)
-    assert (await donor.actor.stats())["bytes_sent"] == 0
-    assert await consumer.pull(donor, [0]) == PullResult(1, None), "the next fetch is unharmed"
 
 
 @pytest.mark.parametrize(

@@ -118,14 +118,6 @@ def has_ended(before: tuple[int, int]) -> bool:
 class TestFetch:
     """One replica's transfer actor fetches from another's."""
 
-    async def test_rows_that_were_granted_arrive(
-        self, consumer: actors.Side, donor: actors.Side
-    ) -> None:
-        fetched = await consumer.pull(donor, [3, 1, 2], granted=[5, 6, 7])
-        assert fetched == PullResult(3, None)
-        assert np.array_equal(consumer.rows[[3, 1, 2]], donor.rows[5:8])
-        assert not np.array_equal(consumer.rows[4], donor.rows[4])
-
     @pytest.mark.parametrize("secrets", [(SECRET, b"other"), (None, SECRET), (SECRET, None)])
     async def test_a_wrong_secret_moves_nothing(
         self, sides: Sides, secrets: tuple[bytes | None, bytes | None]
