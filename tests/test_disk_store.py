@@ -94,14 +94,6 @@ def files(folder: Path) -> set[str]:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_there_after_a_restart(store: NumberedStore) -> None:
-    store.save(1, 2)
-    again = store.another()
-    assert again.saved() == {1, 2}
-    assert again.reads(1)
-    assert again.reads(2)
-
-
 def test_others_find_it_when_they_look(store: NumberedStore) -> None:
     other = store.another()
     store.save(1)

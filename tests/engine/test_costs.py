@@ -330,14 +330,6 @@ def test_a_slow_peer_is_tried_again_and_its_rate_replaced(fetching: Fetching) ->
     assert fetching.a.rate(fetching.now).largest(0.05) == pytest.approx(5)
 
 
-def test_a_peer_that_is_still_slow_is_avoided_again(fetching: Fetching) -> None:
-    fetching.learn(1.0, 1.0)
-    fetching.now += RETRY_AFTER + 1
-    assert fetching.min_chunks() == 1
-    fetching.fetch(10, 11.0)
-    assert fetching.min_chunks() > 10
-
-
 def test_a_peer_that_stays_slow_is_tried_less_and_less(fetching: Fetching) -> None:
     fetching.learn(1.0, 1.0)
     after = RETRY_AFTER

@@ -258,13 +258,6 @@ class TestRecency:
         vllm.fill(chunks("another", 3))
         assert sorted(vllm.tier.evicted_keys) == sorted(cold)
 
-    def test_a_prefix_is_evicted_from_its_end(self) -> None:
-        vllm = Scheduling(slots=6)
-        keys = chunks("prompt", 6)
-        vllm.fill(keys)
-        vllm.fill(chunks("other", 2))
-        assert vllm.tier.evicted_keys == [keys[5], keys[4]]
-
 
 class TestCapacity:
     """Eviction while peers hold some of the chunks."""

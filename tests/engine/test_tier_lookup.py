@@ -203,15 +203,6 @@ class TestFetch:
         assert vllm.tier.fetches == []
 
 
-def test_three_donors_may_fail_a_request(vllm: Scheduling) -> None:
-    request = vllm.ask(6, a=6, b=6, c=6, d=6)
-    for _ in range(3):
-        assert vllm.attempt(request) is None
-        vllm.tier.end(vllm.tier.fetches[-1], 0)
-    assert vllm.attempt(request) == 0
-    assert len({fetch.source for fetch in vllm.tier.fetches}) == 3
-
-
 def test_rows_of_a_fetch_that_cannot_begin_are_free_again(
     vllm: Scheduling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,10 +247,6 @@ class TestPeerThatFails:
         """Two requests wait for the peer in vain."""
         self.hold(vllm, "a")
         assert [self.ask(vllm, name) for name in "01"] == ["a", "a"]
-
-    def test_costs_two_requests_their_time(self, vllm: Scheduling) -> None:
-        self.hold(vllm, "a")
-        assert [self.ask(vllm, f"{number}") for number in range(20)] == 2 * ["a"] + 18 * [None]
 
     def test_is_not_preferred_to_a_healthy_one(self, vllm: Scheduling) -> None:
         self.hold(vllm, "ab")
@@ -372,18 +359,6 @@ class TestSeveralDonors:
         vllm.finish(request)
         vllm.end_step()
         assert_nothing_left(vllm)
-
-    def test_another_request_waits_for_all_of_them(
-        self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]
-    ) -> None:
-        request, first, second = halves
-        other = vllm.arrive("s", request.keys)
-        assert vllm.attempt(other) is None
-        vllm.tier.end(first)
-        assert vllm.attempt(other) is None
-        vllm.tier.end(second)
-        assert vllm.attempt(other) == 6
-        assert len(vllm.tier.fetches) == 6
 
     def test_each_row_is_a_copy_of_its_donor_s(
         self, vllm: Scheduling, halves: tuple[Request, Fetch, Fetch]

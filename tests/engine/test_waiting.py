@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult
 
 from tests.engine.scheduling import (
     CHUNK,
@@ -122,11 +121,6 @@ class TestOnePrefillPerCluster:
         assert vllm.tier.released == []
         waits = vllm.manager.stats()["waits"]
         assert waits == {"claimed": 0, "waited": 1, "given_up": 0}
-
-    def test_one_retry_defers_the_request(self, vllm: Scheduling) -> None:
-        request = waiting_for_prefill(vllm, KEYS)
-        answers = [vllm.manager.lookup(key, request.context) for key in KEYS]
-        assert answers == [LookupResult.RETRY] + 9 * [LookupResult.MISS]
 
     @pytest.mark.parametrize(
         ("computed", "due"), [(0, 4 + 2.5), (4, 8 + 2.5), (5, 9 + 2.5), (6, 12.5), (9, 12.5)]

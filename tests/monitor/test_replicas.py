@@ -48,18 +48,6 @@ def test_a_fetch_is_seen_at_the_next_scrape(scene: Scene) -> None:
     assert after("fetch_duration_seconds_bucket", **durations, le=slowest) == fetched
 
 
-def test_a_fetch_that_was_rolled_back_is_seen(scene: Scene) -> None:
-    labels = {
-        "replica_index": "second",
-        "outcome": "rolled_back",
-        "reason": "not held",
-        "transport": "",
-    }
-    before = scene.scrape()("fetches_total", **labels)
-    assert scene.fail_to_fetch().reason == "not held"
-    until(scene, lambda now: now("fetches_total", **labels) == before + 1, "it is counted")
-
-
 def test_every_api_process_gives_the_same_answer(scene: Scene) -> None:
     scene.fetch()
     guarded = scene.api.guarded

@@ -38,23 +38,11 @@ def test_a_question_is_a_prompt_or_a_chat(question: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        None,
-        {},
-        {"prompt": ""},
-        {"prompt": 1},
-        {"prompt": "why?", "messages": []},
-        {"messages": []},
-        {"messages": ["why?"]},
-        {"messages": [{"content": "why?"}]},
-        {"messages": [{"role": "user", "content": float("nan")}]},
-        {"prompt": "why?", "tools": []},
-        {"messages": [{"role": "user", "content": "why?"}], "tools": "question"},
-    ],
+    "wrong", [None, {"messages": [{"role": "user", "content": "why?"}], "tools": "question"}]
 )
 def test_any_other_question_is_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match=r"question|message|tools"):
+    """`tests/serving/test_bodies.py` has more."""
+    with pytest.raises(ValueError, match=r"question|tools"):
         pack_question(wrong)
 
 

@@ -5,16 +5,14 @@ from typing import Any
 
 import pytest
 
-from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError
+from xinference_xavier.errors import LinkError, TransportError
 from xinference_xavier.protocol.transfer import (
-    MAX_ROWS_PER_FETCH,
     PROTOCOL_VERSION,
     Endpoint,
     Grant,
     GrantRequest,
     Startup,
     check_grant,
-    check_request,
     check_slots,
     prove,
 )
@@ -54,18 +52,6 @@ def test_a_transfer_process_reports_where_it_is_or_why_it_failed() -> None:
 
 REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (b"key1", b"key2"))
 GRANT = Grant(1, (4, 2), (7, 8), 100.25, Endpoint("host:1", "boot 1 0"), False, 3)
-
-
-@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1, None])
-def test_a_request_of_another_version_is_refused_before_anything_else(version: Any) -> None:
-    check_request(REQUEST)
-    with pytest.raises(LinkError, match=OTHER_VERSION):
-        check_request(REQUEST._replace(version=version, keys=None))  # type: ignore[arg-type]
-
-
-def test_more_rows_than_one_grant_may_have_are_refused() -> None:
-    with pytest.raises(GrantRefusedError, match="too many rows"):
-        check_request(REQUEST._replace(keys=(b"key1",) * (MAX_ROWS_PER_FETCH + 1)))
 
 
 @pytest.mark.parametrize(

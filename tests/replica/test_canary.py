@@ -293,18 +293,6 @@ class TestReplicas:
                 for _, text in replica.logged()
             )
 
-    def test_that_come_later_join_those_that_are_there(
-        self, tracker_process: TrackerProcess
-    ) -> None:
-        """Whoever was the first has left, and the others had parted from it."""
-        with computing(tracker_process, b=1.0) as (b,):
-            wait_until(lambda: b.stats()["comparison"]["canaries"] == 1, "b is the first")
-            with computing(tracker_process, c=1.5) as (c,):
-                wait_until(lambda: are_parted((b,), (c,)), "c has left")
-                b.stop()
-                with computing(tracker_process, d=1.5) as (d,):
-                    wait_until(lambda: are_parted((c, d)), "d is where c is")
-
     def test_that_differ_only_deep_in_a_prompt_part_when_they_know_it(
         self, tracker_process: TrackerProcess
     ) -> None:

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from xinference_xavier.pool.pool import Pool, flush
+from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.prefixes import Keeping, KeptPrefix
 from xinference_xavier.replica import kept_prefixes as module
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
@@ -82,21 +82,6 @@ def test_what_is_let_go_is_not_kept(replica: Replica) -> None:
     assert replica.kept.keep({A: None, B: None}).firm_chunks == 0
     assert replica.kept.keep(None).prefixes == {}
     assert len(replica.pool.reserve(split(b"01234567")).rows) == SLOTS
-
-
-def test_a_tracker_hears_of_changes_and_a_new_one_of_everything(replica: Replica) -> None:
-    replica.compute(A, b"ab")
-    replica.compute(B, b"xy")
-    everything = {A: KeptPrefix(100, 2, 2, True), B: KeptPrefix(100, 2, 2, False)}
-    assert replica.kept.keep({A: True, B: False}).prefixes == everything
-    assert replica.kept.keep({}).prefixes == {}
-    flush(replica.pool, lambda row: row.key == b"y")
-    lost = {B: KeptPrefix(100, 2, 1, False)}
-    assert replica.kept.keep({}).prefixes == lost
-    assert replica.kept.keep(None).prefixes == everything | lost
-    assert replica.kept.keep({}).prefixes == {}
-    replica.kept.keep({B: None})
-    assert replica.kept.keep({B: False}).prefixes == {B: KeptPrefix()}, "it was let go between"
 
 
 def test_a_marked_prompt_is_kept_until_it_expires(replica: Replica) -> None:

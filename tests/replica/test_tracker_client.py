@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock
 import pytest
 import xoscar as xo
 
-from tests.harness.comparisons import all_holders, compared, sketch, usable_holders
+from tests.harness.comparisons import all_holders, compared, sketch
 from tests.tracker_pools import MODEL, create_tracker, let_others_run
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
@@ -422,15 +422,6 @@ async def test_a_tracker_is_found_where_it_is_now(peers: Peers) -> None:
         await elsewhere.stop()
 
 
-async def test_a_crashed_replica_is_gone_when_its_lease_ends(peers: Peers) -> None:
-    await peers.lose_tracker()
-    await peers.new_tracker(lease=0.5, tick=0.05)
-    a, b = await peers.start_two(K1)
-    await a.crash()
-    await b.sees(K1)
-    assert not b.index.members
-
-
 async def test_a_replica_that_leaves_is_gone_at_once_and_stays_away(peers: Peers) -> None:
     a, b = await peers.start_two(K1)
     await a.client.leave()
@@ -499,17 +490,6 @@ async def test_lost_and_repeated_publications_leave_no_trace(peers: Peers) -> No
     )
     assert a.client.publisher.replacements > 1
     assert a.client.counts.failures == 0
-
-
-async def test_sharing_can_be_switched_off_and_on(peers: Peers) -> None:
-    a, b = await peers.start("a", K1), await peers.start("b", K2)
-    a.process.set_ready(True)
-    for enabled in (True, False, True):
-        await peers.tracker.set_enabled(enabled)
-        await a.index.until(lambda index, enabled=enabled: index.members.enabled is enabled)
-        await b.index.until(
-            lambda index, enabled=enabled: usable_holders(index, K1) == (("a",) if enabled else ())
-        )
 
 
 async def test_changing_the_namespace_leaves_the_old_one_behind(peers: Peers) -> None:

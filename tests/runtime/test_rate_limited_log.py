@@ -5,7 +5,6 @@ import logging
 import pytest
 
 from tests.logged import messages, records
-from xinference_xavier.runtime import rate_limited_log as module
 from xinference_xavier.runtime.rate_limited_log import REMINDER_INTERVAL, RateLimitedLog
 
 LOGGER = logging.getLogger("xinference_xavier.conditions")
@@ -35,16 +34,6 @@ def test_one_that_lasts_is_logged_again_with_its_count(caplog: pytest.LogCapture
         now += passed
         conditions.warn("a", "a failed: %s", "why")
     assert messages(caplog) == ["a failed: why", "a failed: why repeated=4", "a failed: why"]
-
-
-def test_memory_is_bounded_and_the_oldest_conditions_are_forgotten(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LIMIT", 2)
-    conditions = RateLimitedLog(LOGGER)
-    for name in ("a", "a", "b", "c", "b", "a"):
-        conditions.warn(name, name)
-    assert messages(caplog) == ["a", "b", "c", "a"]
 
 
 def test_an_exception_comes_with_its_trace(

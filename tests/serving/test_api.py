@@ -189,13 +189,6 @@ async def test_what_is_no_number_of_an_event_is_refused(model: Model, after: str
     assert answer.json()["detail"].startswith(f"after='{after}': Input should be")
 
 
-async def test_a_replica_that_does_not_answer_is_marked(model: Model) -> None:
-    await model.add("silent", silent=True)
-    (replica,) = (await model.get())["replicas"]
-    assert replica["stale"] is True
-    assert replica["hits"] == dict.fromkeys(HITS, 0)
-
-
 async def test_changing_how_requests_are_routed(model: Model) -> None:
     """The answer has the new way at once; the report has it when the process has heard of it."""
     await model.add("a", silent=True)

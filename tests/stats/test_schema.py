@@ -90,12 +90,6 @@ def test_fields_that_every_server_has_are_required(name: str) -> None:
         read(ModelStatus, STATUS | {"replicas": [raw]})
 
 
-def test_rows_in_use_are_those_that_are_ready_or_being_filled() -> None:
-    pool = {"rows": 9, "ready": 4, "filling": 2, "pinned": 1, "quarantined": 3, "row_bytes": 64}
-    (replica,) = status(pool=pool).replicas
-    assert (replica.pool.rows, replica.pool.used, replica.pool.pinned) == (9, 6, 1)
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -192,14 +186,6 @@ def test_bounds_grow(kind: type[Histogram]) -> None:
 
 
 # -- routing ----------------------------------------------------------------------------------
-
-
-def test_requests_by_reason_and_by_replica() -> None:
-    stats = RoutingStats()
-    for reason, replica in (("local", "m-0"), ("local", "m-1"), ("backlog", "m-0")):
-        stats.sent(reason, replica)
-    assert stats.choices == {"local": 2, "backlog": 1}
-    assert stats.replicas == {"m-0": 2, "m-1": 1}
 
 
 def test_errors_of_forecasts_do_not_cancel_out() -> None:

@@ -19,7 +19,6 @@ from xinference_xavier.protocol.tracker import (
     Settings,
     tracker_uid,
 )
-from xinference_xavier.tracker import namespaces as watchers_module
 from xinference_xavier.tracker.actor import BlockTracker
 
 A, B = Member("a", "127.0.0.1:1"), Member("b", "127.0.0.1:1")
@@ -47,23 +46,6 @@ async def test_a_watch_is_not_woken_by_its_own_publications(tracker: Any) -> Non
     assert not watch.done()
     await tracker.publish(NS, "a", 1, K1, b"")
     assert of(Change, await watch) == [Change("a", 1, K1, b"", False)]
-
-
-async def test_a_watch_that_begins_while_changes_are_pending_waits_for_all_of_them(
-    tracker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first join is sent at once, and everything after it later."""
-    monkeypatch.setattr(watchers_module, "SPACING_PER_WATCHER", 3600.0)
-    await join(tracker, A, B)
-    seen = await look(tracker, "b")
-    await tracker.publish(NS, "a", 1, K1, b"")
-    watch = asyncio.create_task(tracker.watch(NS, "b", seen.epoch, seen.revision, 60.0))
-    await let_others_run()
-    assert not watch.done()
-    assert of(Change, await look(tracker, "b")) == [Change("a", 1, K1, b"", True)], "no wait asked"
-    await xo.destroy_actor(tracker)
-    with pytest.raises(NotMemberError):
-        await watch
 
 
 async def test_a_watch_returns_empty_handed_when_its_time_is_over(tracker: Any) -> None:
@@ -101,11 +83,6 @@ async def test_the_join_reply_has_the_secret_and_the_sequence(tracker: Any) -> N
     assert len(reply.secret) == 32
     assert again.secret == reply.secret
     assert (reply.sequence, again.sequence) == (0, 7)
-
-
-async def test_only_members_watch(tracker: Any) -> None:
-    with pytest.raises(NotMemberError, match="'a' is not a member of namespace 'namespace'"):
-        await look(tracker, "a")
 
 
 async def test_pauses_of_the_tracker_extend_the_leases() -> None:

@@ -16,7 +16,6 @@ from xinference_xavier.events import (
     read_event,
 )
 from xinference_xavier.protocol.tracker import Member, Settings
-from xinference_xavier.tracker import log as module
 from xinference_xavier.tracker.actor import BlockTracker
 from xinference_xavier.tracker.log import EventLog, Membership
 
@@ -65,15 +64,6 @@ def test_a_lost_replica_that_comes_back_has_recovered(
     assert membership.joined(name, member) is None
 
 
-def test_the_remembered_replicas_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LIMIT", 2)
-    membership = Membership("m")
-    for number in range(3):
-        membership.joined("", Member(str(number), "host:1"))
-    assert isinstance(membership.joined("", Member("0", "host:1")), ReplicaJoined), "long forgotten"
-    assert membership.joined("", Member("2", "host:1")) is None
-
-
 def event(rows: int = 1) -> Event:
     return FetchRolledBack(
         model_uid="m", incarnation="a", donor="b", reason="timeout", rows=rows, committed=0
@@ -96,14 +86,6 @@ def test_events_come_in_order_and_once() -> None:
         log.add(each)
     assert rows_of(log) == [1, 2]
     assert rows_of(log, log.since(0)[0].number) == [2]
-
-
-def test_a_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_EVENTS", 3)
-    log = EventLog()
-    for rows in range(10):
-        log.add(event(rows))
-    assert rows_of(log) == [7, 8, 9]
 
 
 def test_the_numbers_of_a_later_log_are_higher() -> None:

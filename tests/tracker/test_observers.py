@@ -325,25 +325,6 @@ def test_a_look_finds_what_is_newer_than_the_last_one(loads: Loads) -> None:
     assert news(loads, second.version) == Observation(None, second.version, False, (), (), ())
 
 
-def test_news_come_in_the_order_in_which_they_arrived(loads: Loads) -> None:
-    seen = loads.version
-    for name in ("a", "b", "a"):
-        loads.report(name, load(), prompts(f"of {name}"), now=0.0)
-    assert prompted(news(loads, seen)) == ["of a", "of b", "of a"]
-
-
-def test_a_replica_that_left_is_gone(loads: Loads) -> None:
-    loads.report("a", load(), (), now=0.0)
-    loads.report("b", load(), (), now=0.0)
-    seen = loads.version
-    loads.forget("a")
-    loads.forget("b")
-    found = news(loads, seen)
-    assert (found.loads, found.gone, found.complete) == ((), ("a", "b"), False)
-    assert found.version > seen, "a look that waits for news must find it"
-    assert news(loads, found.version).gone == ()
-
-
 def test_a_replica_that_left_and_reported_again_is_both(loads: Loads) -> None:
     """What was sent to it before is lost."""
     loads.report("a", load(1), (), now=0.0)
