@@ -1,6 +1,6 @@
 """Transports that inject faults: each wraps a real one and gets one thing wrong.
 
-A replica gets one as `transport="tests.faults:CorruptingGloo"`; it acts in that replica's transfer
+A replica gets one as `transport="tests.faults:StallingGloo"`; it acts in that replica's transfer
 process.
 """
 
@@ -27,7 +27,7 @@ from xinference_xavier.transfer.transports.nixl import NixlTransport
 from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 CORRUPT_ROW = 2
-"""The row of every batch that CorruptingGloo damages."""
+"""The row of every batch that a corrupting link damages."""
 ROWS_BEFORE_STALL = 3
 """Rows that StallingGloo sends before it hangs."""
 _STALL = b" and stall"
@@ -121,24 +121,6 @@ class _CorruptingLink(_FaultyLink):
             check(slot)
 
         return self.link.receive(slots, granted, corrupt, deadline)
-
-
-class CorruptingGloo(_FaultyGloo):
-    """One bit of one received row is wrong."""
-
-    link = _CorruptingLink
-
-
-class CorruptingSharedMemory(_FaultySharedMemory):
-    """One bit of one received row is wrong."""
-
-    link = _CorruptingLink
-
-
-class CorruptingNixl(_FaultyNixl):
-    """One bit of one received row is wrong."""
-
-    link = _CorruptingLink
 
 
 class _Anything:

@@ -40,7 +40,6 @@ class Kind(NamedTuple):
     """A transport, and its variants with one fault each."""
 
     plain: type[Transport]
-    corrupting: type[Transport]
     faulty: type[Transport]  # without a fault of its own
     stalling: type[Transport]
     stallable: type[Transport]  # for the consumer of a `stalling` donor
@@ -50,23 +49,14 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "gloo": Kind(
-        GlooTransport, faults.CorruptingGloo, faults._FaultyGloo, faults.StallingGloo, GlooTransport
-    ),
+    "gloo": Kind(GlooTransport, faults._FaultyGloo, faults.StallingGloo, GlooTransport),
     "shared_memory": Kind(
         SharedMemoryTransport,
-        faults.CorruptingSharedMemory,
         faults._FaultySharedMemory,
         faults.StallingSharedMemory,
         faults.StallableSharedMemory,
     ),
-    "nixl": Kind(
-        NixlTransport,
-        faults.CorruptingNixl,
-        faults._FaultyNixl,
-        faults.StallingNixl,
-        faults.StallableNixl,
-    ),
+    "nixl": Kind(NixlTransport, faults._FaultyNixl, faults.StallingNixl, faults.StallableNixl),
 }
 
 

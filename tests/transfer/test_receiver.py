@@ -12,7 +12,7 @@ import xoscar
 
 from tests import faults
 from tests.logged import records
-from tests.transfer.sides import HOST, NOBODY, PATIENCE, ROW_BYTES, ROWS, Kind, Side, Sides
+from tests.transfer.sides import HOST, KEYS, NOBODY, PATIENCE, ROW_BYTES, ROWS, Kind, Side, Sides
 from xinference_xavier.errors import LinkError
 from xinference_xavier.protocol.transfer import TRANSFER_UID, PullResult
 from xinference_xavier.runtime.net import listen
@@ -88,15 +88,14 @@ async def test_fetches_at_the_same_time_take_turns_on_a_link(consumer: Side, don
 
 
 async def test_pulls_that_go_wrong_are_logged_once_for_each_donor(
-    sides: Sides, donor: Side, kind: Kind, caplog: pytest.LogCaptureFixture
+    sides: Sides, consumer: Side, donor: Side, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are counted where they are ordered."""
-    consumer = await sides.start("consumer", kind.corrupting)
     other = await sides.start("other")
     caplog.clear()
     for _ in range(3):
         for side in (donor, other):
-            assert (await consumer.pull(side, range(5))).reason == "checksum"
+            assert (await consumer.pull(side, [6], keys=(KEYS[7],))).reason == "checksum"
     logged = [record.getMessage() for record in records(caplog) if record.levelname != "DEBUG"]
     assert [line.split(" failed")[0] for line in logged] == ["pull from donor", "pull from other"]
 
