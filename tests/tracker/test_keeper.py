@@ -312,6 +312,22 @@ async def test_replicas_hear_of_changes_only(cluster: Cluster) -> None:
     assert [each.told for each in others] == [[None], [None]], "they have nothing to keep"
 
 
+async def test_a_replica_that_did_not_answer_says_again_what_it_keeps(cluster: Cluster) -> None:
+    """It may have heard what it was told, or not."""
+    await cluster.add(terms=Terms(copies="all"))
+    await cluster.kept()
+    replica = cluster.replicas["m-1"]
+    replica.silent = True
+    await cluster.add("other", terms=Terms(copies="all"))
+    await cluster.look(2)
+    assert [*(await cluster.report())["replicas"]] == ["m-0", "m-2"]
+    replica.silent = False
+    await cluster.kept("other")
+    assert None in replica.told[1:]
+    assert (await cluster.report())["state"] == "kept"
+    assert len(replica.wanted) == 2
+
+
 async def test_what_is_lost_is_computed_again_while_its_replica_is_idle(cluster: Cluster) -> None:
     await cluster.add()
     (name,) = (await cluster.kept())["replicas"]
