@@ -438,7 +438,7 @@ MUTATIONS = (
         "        if failure is Failure.LOST:\n            if route.moved:",
         "        if failure is not Failure.NOT_SERVING:\n            if route.moved:",
         "a request that two replicas refuse is lost, though a third one has a place",
-        ("tests/world/test_queue.py",),
+        ("tests/serving/routing/test_text_routes.py",),
     ),
     Mutation(
         "frontend/model_router.py",

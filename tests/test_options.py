@@ -1,13 +1,26 @@
 """Each launch option's values: which are accepted, which are refused, and the messages."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.launch_options import parsed, refusal
-from xinference_xavier.options import MAX_QUEUE
+from xinference_xavier.config import ENABLE, parse_options, take_launch_options
+from xinference_xavier.errors import ConfigError
+from xinference_xavier.options import MAX_QUEUE, LaunchOptions
 
 GiB = 1 << 30
+
+
+def parsed(**options: Any) -> LaunchOptions:
+    return parse_options(options)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        take_launch_options({ENABLE: True, **options})
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(

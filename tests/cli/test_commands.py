@@ -162,16 +162,6 @@ def test_explain(pair: Pair, tmp_path: Path) -> None:
     assert raw["prompt_tokens"] == 256
 
 
-def test_explaining_a_chat(pair: Pair) -> None:
-    """The file has messages or a whole request. These replicas have no template and say so."""
-    words = ["explain", MODEL, "--chat", "--prompt-file", "-"]
-    messages = [{"role": "user", "content": "What?"}]
-    for body in (messages, {"messages": messages, "temperature": 0}):
-        refused = run(pair.api.endpoint, *words, text=json.dumps(body))
-        assert refused.exit_code == 3
-        assert "replica" in refused.output
-
-
 def test_flush_and_switch(pair: Pair) -> None:
     stored = [make_key(number) for number in fresh_numbers(2)]
     pair.first.store(stored)

@@ -18,7 +18,7 @@ from tests.harness.replicas import MODEL, ReplicaProcess
 from xinference_xavier.cli import standalone
 from xinference_xavier.cli.commands import main
 from xinference_xavier.config import XavierConfig, own_config
-from xinference_xavier.options import PARSERS, RETIRED
+from xinference_xavier.options import ONLY_UNDER_XINFERENCE, PARSERS, RETIRED
 from xinference_xavier.protocol.tracker import Member, Settings, tracker_uid
 from xinference_xavier.runtime.aio import within
 
@@ -139,5 +139,7 @@ def test_every_launch_option_is_taken_with_either_dash() -> None:
     plain = [*ADDRESS, "--xavier_pool_bytes", "1GiB", "--xavier_transport", "gloo"]
     dashed = [word.replace("xavier_", "xavier-").replace("_", "-") for word in plain]
     assert configure("m", *plain).stdout == configure("m", *dashed).stdout != ""
-    known = {option.name for option in main.commands["transfer-config"].params}
-    assert known >= {*PARSERS, *RETIRED}
+    options = main.commands["transfer-config"].params
+    assert {each.name for each in options} >= {*PARSERS, *RETIRED}
+    offered = {each.name for each in options if not getattr(each, "hidden", False)}
+    assert offered - {"model", "address", "name"} == PARSERS.keys() - {*ONLY_UNDER_XINFERENCE}

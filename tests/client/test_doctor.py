@@ -1,4 +1,4 @@
-"""Real clusters have each kind of problem planted; `doctor` finds it and names the remedy."""
+"""`doctor` in real clusters; `test_findings.py` has each kind of problem."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ from xinference_xavier.runtime.net import local_host_towards
 
 pytestmark = pytest.mark.process
 
-EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
 REFUSING = "tests.transfer.no_transport:NoTransport"
 INGREDIENTS = {"dtype": "float32", "weights": "the same"}
 
@@ -47,7 +46,6 @@ def diagnose(endpoint: str) -> Result:
 
 def test_nothing_is_wrong_with_a_healthy_pair(pair: Pair) -> None:
     """The second look comes after the self-checks of the first."""
-    pair.api.set_workers("good")
     for _ in range(2):
         # Only the small pools of the test replicas are remarked on.
         assert [each for each in diagnose(pair.api.endpoint).findings if each.grave] == []
@@ -59,26 +57,6 @@ def test_nothing_is_wrong_with_a_healthy_pair(pair: Pair) -> None:
     assert self_checks["first"]["obstacles"] == {"second": {}}
     assert facts["supervisor"]["versions"]["xinference-xavier"] == __version__
     wait_until(lambda: pair.second.transfer_stats()["links"] == 2, "the links it tried stay open")
-
-
-# -- processes -------------------------------------------------------------------------------
-
-
-def test_a_supervisor_without_the_extension(pair: Pair) -> None:
-    result = diagnose(pair.api.behind)
-    result.finds("supervisor", "without this extension", f"{EXTENSION} xinference-supervisor")
-
-
-def test_workers_without_the_extension(pair: Pair) -> None:
-    try:
-        pair.api.set_workers("good", "bare")
-        result = diagnose(pair.api.endpoint)
-        result.finds("/1", "without this extension", f"{EXTENSION} xinference-worker")
-        pair.api.set_workers()
-        result = diagnose(pair.api.endpoint)
-        result.finds("workers", "none is registered", f"{EXTENSION} xinference-worker")
-    finally:
-        pair.api.set_workers("good")
 
 
 # -- replicas: one cluster, each replica with problems of its own ----------------------------
@@ -145,39 +123,3 @@ def test_replicas_in_two_namespaces_and_the_field_that_differs(planted: Result) 
     assert len(found) == 1
     assert "weights" not in found[0].problem
     assert "launch all replicas with the same arguments" in found[0].remedy
-
-
-def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
-    api = ApiProcess()
-    try:
-        diagnose(api.endpoint).finds(f"model {MODEL}", "it has no replica", "with --replica 2")
-        fields = {"fingerprint_fields": INGREDIENTS}
-        lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64, **fields)
-        try:
-            wait_until(lone.is_up, "the replica is up")
-            result = diagnose(api.endpoint)
-            result.finds(f"model {MODEL}", "it has one replica", "with --replica 2")
-            assert [each.problem for each in result.findings if each.grave] == [
-                "it has one replica, and sharing takes two"
-            ]
-            lone.reset()
-            other = ReplicaProcess("other", api.address, transport=REFUSING, rows=64, **fields)
-            try:
-                wait_until(other.is_up, "the other replica is up")
-                diagnose(api.endpoint).finds(
-                    "replica", "since one of them was reset", f"weights {MODEL} VERSION"
-                )
-                lone.kill()
-                result = diagnose(api.endpoint)
-                result.finds("replica lone", "does not answer", f"terminate --model-uid {MODEL}")
-                assert not [each for each in result.findings if "they differ" in each.problem]
-            finally:
-                other.kill()
-        finally:
-            lone.kill()
-        api.lose_tracker()
-        diagnose(api.endpoint).finds(
-            f"model {MODEL}", "its tracker is missing", f"xinference terminate --model-uid {MODEL}"
-        )
-    finally:
-        api.kill()

@@ -10,31 +10,37 @@ from xinference_xavier.runtime.host import process_info
 HEALTHY: dict[str, Any] = {
     "transfer_address": "h:2",
     "config": {"transport": "auto"},
+    "fingerprint_fields": {"weights": "the same"},
     "peers": {},
 }
 """What a replica says of itself."""
 
 
-def found_in(models: dict[str, Any], **api: Any) -> list[Finding]:
-    """The findings in a cluster whose processes are all like this one."""
+def found_in(models: dict[str, Any], **processes: Any) -> list[Finding]:
+    """The findings in a cluster whose processes are all like this one, but for those given."""
     info = process_info()
-    processes = {"api": {**info, **api}, "supervisor": info, "workers": {"w": info}}
-    return diagnose({**processes, "models": models})
+    alike = {"api": info, "supervisor": info, "workers": {"w": info}}
+    return diagnose({**alike, **processes, "models": models})
 
 
 def found(
-    tracker: dict[str, Any] | None = None, check: dict[str, Any] | None = None, **figures: Any
+    tracker: dict[str, Any] | None = None,
+    check: dict[str, Any] | None = None,
+    enabled: bool = True,
+    replicas: int = 2,
+    **figures: Any,
 ) -> list[Finding]:
     """The findings in a model with two replicas. What is not given of its tracker and of `m-0` is
     as in a healthy one."""
     replica = {"address": "h:1", "namespace": "n"}
+    all_replicas = [
+        {**replica, "incarnation": "a", "replica": "m-0", **figures},
+        {**replica, "incarnation": "b", "replica": "m-1"},
+    ]
     report = {
         "model_uid": "m",
-        "enabled": True,
-        "replicas": [
-            {**replica, "incarnation": "a", "replica": "m-0", **figures},
-            {**replica, "incarnation": "b", "replica": "m-1"},
-        ],
+        "enabled": enabled,
+        "replicas": all_replicas[:replicas],
         "totals": {"hits": figures.get("hits", {"remote": 1}), "fetches": figures.get("fetches")},
         "tracker": tracker or {},
     }
@@ -42,21 +48,74 @@ def found(
     return found_in({"m": {"report": report, "self_checks": checks}})
 
 
-def test_nothing_in_healthy_processes() -> None:
-    assert found_in({}) == []
+EXTENSION = "XINFERENCE_EXTENSIONS=xinference_xavier:extension"
+BARE = {"error": "it has no xavier_process_info"}
 
 
-def test_where_xinference_lacks_something_the_extension_is_off() -> None:
-    (finding,) = found_in({}, missing=["Ears are gone", "Supervisor.hear takes no sound"])
-    assert (finding.where, finding.grave) == ("API", True)
-    assert finding.problem.endswith(
-        "lacks what it uses: Ears are gone; Supervisor.hear takes no sound"
-    )
-    assert finding.remedy == "pip install 'xinference>=4.1,<4.2' there, and restart it"
+@pytest.mark.parametrize(
+    ("processes", "where", "problem", "remedy"),
+    [
+        ({"supervisor": BARE}, "supervisor", "without this", f"{EXTENSION} xinference-supervisor"),
+        ({"workers": {"w": BARE}}, "worker w", "without this", f"{EXTENSION} xinference-worker"),
+        ({"workers": {}}, "workers", "none is registered", f"{EXTENSION} xinference-worker"),
+        (
+            {"api": {"missing": ["Ears are gone", "Supervisor.hear takes no sound"]}},
+            "API",
+            "lacks what it uses: Ears are gone; Supervisor.hear takes no sound",
+            "pip install 'xinference>=4.1,<4.2' there, and restart it",
+        ),
+    ],
+)
+def test_processes_without_the_extension(
+    processes: dict[str, Any], where: str, problem: str, remedy: str
+) -> None:
+    (finding,) = found_in({}, **processes)
+    assert (finding.where, finding.grave) == (where, True)
+    assert problem in finding.problem
+    assert remedy in finding.remedy
 
 
-def test_nothing_in_healthy_replicas() -> None:
-    assert found() == []
+def test_a_model_without_a_tracker() -> None:
+    (finding,) = found_in({"m": {"error": "no tracker"}})
+    assert finding.problem.startswith("its tracker is missing (no tracker)")
+    assert finding.remedy.startswith("xinference terminate --model-uid m")
+
+
+OTHER = {"fingerprint_fields": {"weights": "the same", "dtype": "bfloat16"}}
+NO_PROCESS = {"transfer_address": None, "transfer_error": "no torch", "transfer_starts": 3}
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "problem", "remedy"),
+    [
+        ({"replicas": 0}, "model m", "it has no replica, and sharing takes", "with --replica 2"),
+        ({"replicas": 1}, "model m", "it has one replica, and sharing take", "with --replica 2"),
+        ({"enabled": False}, "model m", "sharing is switched off", "switch m on"),
+        ({"check": BARE}, "replica m-0", "does not answer at h:1 (it has no", "terminate --model"),
+        ({"check": NO_PROCESS}, "replica m-0", "has no transfer process after 3 s", "--xavier_tr"),
+        ({"address": "[::1]:1"}, "replica m-0", "other hosts cannot reach its ", "worker -H"),
+        (
+            {"namespace": "other", "check": OTHER},
+            "replica m-1",
+            "cannot share with m-0: they differ in dtype (bfloat16 there, None here)",
+            "launch all replicas with the same arguments",
+        ),
+        ({"namespace": "other"}, "replica m-1", "has not shared with m-0 since", "weights m VERS"),
+        (
+            {"check": {"peers": {"b": "no link to h:1"}}},
+            "replica m-0",
+            "cannot fetch from m-1: no link to h:1",
+            "open those of --xavier_port_range",
+        ),
+    ],
+)
+def test_what_keeps_replicas_from_sharing(
+    model: dict[str, Any], where: str, problem: str, remedy: str
+) -> None:
+    (finding,) = found(**model)
+    assert (finding.where, finding.grave) == (where, True)
+    assert finding.problem.startswith(problem)
+    assert remedy in finding.remedy
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from xinference_xavier.routing.texts import PIECE
 LONG = "many words " * 200
 SYSTEM = {"role": "system", "content": LONG}
 USER = {"role": "user", "content": LONG + "a question"}
-ANSWER = {"role": "assistant", "content": "an answer " * 100}
 IMAGE_URL = "data:image/png;base64," + "AAAA" * 500
 IMAGE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
@@ -55,11 +54,6 @@ def test_every_route_has_a_text(request_: dict[str, Any]) -> None:
     text = prompt_text(request_)
     assert len(text.hashes) >= 4
     assert prompt_text({"model": "m", "temperature": 0.1, **request_, "stream": True}) == text
-
-
-def test_the_next_turn_of_a_chat_begins_with_the_last_one() -> None:
-    last = {"messages": [SYSTEM, USER]}
-    assert shared(last, {"messages": [SYSTEM, USER, ANSWER, USER]}) == len(prompt_text(last).hashes)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +141,6 @@ def test_what_is_no_text_is_one_medium_each(medium: dict[str, Any]) -> None:
     pieces = one.media[0][0]
     other = {**medium, "type": "image_url", "more": "of another"}
     assert shared(asked(medium, question), asked(other, question)) == pieces - 1
-
-
-def test_a_block_of_text_is_its_text() -> None:
-    marked = {"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}
-    plain, block = ({"role": "user", "content": each} for each in (LONG, [marked]))
-    assert prompt_text({"messages": [plain]}) == prompt_text({"messages": [block]})
 
 
 USER_ID = "user_0a1b_account_8d6c-4f_session_5b1f-22"

@@ -7,7 +7,6 @@ import gc
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +41,7 @@ API_KEY = "sk-secret"
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     """The parts of a SupervisorActor that our methods read."""
 
+    xavier_process_info = supervisor_process_info
     xavier_tracker_address = xavier_tracker_address
 
     def __init__(self, home: Path) -> None:
@@ -70,27 +70,13 @@ class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no type
         await xo.destroy_actor(self._xavier_cache_mapping[MODEL])
         gc.collect()  # a reference from the same process finds it as long as it is there
 
-    async def set_workers(self, *kinds: str) -> None:
-        """A "good" worker has our extension, a "bare" one does not."""
-        self._worker_address_to_worker = {}
-        for number, kind in enumerate(kinds):
-            uid, worker = f"{kind}-{number}", Worker if kind == "good" else BareWorker
-            with suppress(xo.ActorAlreadyExist):
-                await xo.create_actor(worker, address=self.address, uid=uid)
-            ref = await xo.actor_ref(address=self.address, uid=uid)
-            self._worker_address_to_worker[f"{self.address}/{number}"] = ref
-
-
-class OurSupervisor(Supervisor):
-    xavier_process_info = supervisor_process_info
+    async def add_worker(self) -> None:
+        worker = await xo.create_actor(Worker, address=self.address, uid="worker")
+        self._worker_address_to_worker[self.address] = worker
 
 
 class Worker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
     xavier_process_info = worker_process_info
-
-
-class BareWorker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """A worker that was started without our extension."""
 
 
 class Service:
@@ -109,15 +95,15 @@ class Service:
 
 
 class ApiProcess(Remote):
-    """`endpoint` is open, `guarded` requires `API_KEY`, `bare` lacks our routes, and the supervisor
-    of `behind` lacks our extension. All other attributes are methods of the supervisor."""
+    """`endpoint` is open, `guarded` requires `API_KEY`, and `bare` lacks our routes. All other
+    attributes are methods of the supervisor."""
 
     def __init__(self) -> None:
         self._home = TemporaryDirectory()
         super().__init__(_run, self._home.name, context=spawned())
         self.address, port = self.wait_until_ready()
-        self.endpoint, self.guarded, self.bare, self.behind = (
-            f"http://127.0.0.1:{port}/{name}" for name in ("open", "guarded", "bare", "behind")
+        self.endpoint, self.guarded, self.bare = (
+            f"http://127.0.0.1:{port}/{name}" for name in ("open", "guarded", "bare")
         )
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -145,15 +131,13 @@ def _run(pipe: Connection, home: str) -> None:
 async def _serve(pipe: Connection, home: Path) -> None:
     pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
     address = pool.external_address
-    supervisor = await xo.create_actor(OurSupervisor, home, address=address, uid="supervisor")
-    bare = await xo.create_actor(Supervisor, home, address=address, uid="bare supervisor")
-    await supervisor.set_workers("good")
+    supervisor = await xo.create_actor(Supervisor, home, address=address, uid="supervisor")
+    await supervisor.add_worker()
     await supervisor.add_tracker()
     app = FastAPI()
     app.mount("/open", _application(supervisor))
     app.mount("/guarded", _application(supervisor, guarded=True))
     app.mount("/bare", FastAPI())
-    app.mount("/behind", _application(bare))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()  # clients that connect before uvicorn is ready wait

@@ -55,12 +55,6 @@ class GuardedApi:
         self._done(self.http.post("/v1/admin/users", json=account, headers=self.admin.headers))
         return self.sign_in(name)
 
-    def disable(self, user: User) -> None:
-        accounts = self._done(self.http.get("/v1/admin/users", headers=self.admin.headers)).json()
-        (number,) = (each["id"] for each in accounts if each["username"] == user.name)
-        path = f"/v1/admin/users/{number}"
-        self._done(self.http.put(path, json={"enabled": False}, headers=self.admin.headers))
-
     def sign_in(self, name: str) -> User:
         account = {"username": name, "password": _PASSWORD}
         answer = self._done(self.http.post("/token", json=account))

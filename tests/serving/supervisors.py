@@ -15,30 +15,24 @@ KEY_BYTES = 36
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
-    """Knows where the trackers of some models are. It may be away."""
+    """Knows where the trackers of some models are."""
 
     xavier_process_info = supervisor_process_info
 
     def __init__(self, workers: dict[str, Any] | None = None) -> None:
         super().__init__()
         self._addresses: dict[str, str | None] = {}
-        self._away = False
         self._worker_address_to_worker = workers or {}
 
     async def put(self, model_uid: str, address: str | None = "") -> None:
         """The model's tracker is at `address`, by default here; None: the model has ended."""
         self._addresses[model_uid] = address
 
-    async def leave(self, away: bool = True) -> None:
-        self._away = away
-
     async def xavier_models(self) -> dict[str, dict[str, str]]:
         return {uid: {} for uid in self._addresses}
 
     async def xavier_tracker_address(self, model_uid: str, create: bool = False) -> str:
         assert not create
-        if self._away:
-            raise ConnectionRefusedError
         address = self._addresses.get(model_uid)
         if address is None:
             raise NotFoundError(f"model {model_uid!r} does not share its cache here")

@@ -1,6 +1,6 @@
 """The API process asks each model's tracker once for all listeners of the model, and gathers facts
-for `doctor`, where a silent process costs only its own answer. `tests/client/test_doctor.py` tests
-what `doctor` concludes."""
+for `doctor`, where a silent process costs only its own answer. `tests/client/test_findings.py`
+tests what `doctor` concludes."""
 
 import asyncio
 import threading

@@ -94,13 +94,6 @@ async def test_a_prefix_is_added_shown_changed_and_removed(client: httpx.AsyncCl
     assert await names(client) == []
 
 
-async def test_no_tenant_sees_another_s_names(client: httpx.AsyncClient) -> None:
-    await client.post(PATH, json={**GUIDE, "cache_salt": "a"})
-    assert await names(client) == await names(client, "b") == []
-    assert await names(client, "a") == ["travel guide"]
-    assert (await client.get(f"{PATH}/travel%20guide")).status_code == 404
-
-
 async def test_a_salt_in_a_url_is_refused(client: httpx.AsyncClient) -> None:
     """A client that sent it there would see the names of no tenant."""
     answer = await client.get(f"{PATH}?cache_salt=a")
@@ -198,16 +191,6 @@ async def refusal(prefixes: Prefixes, name: str = "travel guide", tenant: str = 
     with pytest.raises(HTTPException) as refused:
         await prefixes.content_of(MODEL, tenant, name)
     return refused.value
-
-
-async def test_a_request_gets_a_name_s_content(
-    client: httpx.AsyncClient, prefixes: Prefixes
-) -> None:
-    await client.post(PATH, json=GUIDE)
-    assert await prefixes.content_of(MODEL, "", "travel guide") == {"prompt": "text"}
-    unknown = await refusal(prefixes, tenant="b")
-    assert (unknown.status_code, unknown.headers) == (404, {"x-xavier-not-found": "prefix"})
-    assert unknown.detail.endswith("has no prefix named 'travel guide'")
 
 
 async def test_a_content_is_sent_once_to_each_process(

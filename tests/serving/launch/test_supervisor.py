@@ -1,5 +1,4 @@
-"""A launch with sharing is one transaction around xinference's own, however it ends, and one that
-could never share is refused before anything exists.
+"""A launch with sharing is one transaction around xinference's own, however it ends.
 
 The supervisor is the stand-in of `launching`; the actor pool and the tracker are real.
 """
@@ -15,15 +14,12 @@ import xoscar as xo
 
 from tests.logged import records
 from tests.serving.launch.launching import (
-    Device,
-    Placement,
     config_of,
     has_tracker,
     launched_at_once,
     start,
     supervisor_class,
 )
-from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import (
     ConfigError,
     LaunchCancelledError,
@@ -42,13 +38,8 @@ async def test_the_tracker_exists_before_the_first_replica(supervisor: Any) -> N
         seen.append(await has_tracker(self) and model_uid in self._xavier_cache_mapping)
 
     supervisor.start = look
-    assert await start(supervisor, **{"xavier-pool-bytes": "1GiB", "dtype": "float32"}) == "m"
+    assert await start(supervisor) == "m"
     assert seen == [True]
-    (call,) = supervisor.calls
-    assert call.keys() == {"model_uid", "replica", "dtype", "kv_transfer_config"}
-    assert config_of(call) == XavierConfig(
-        "m", supervisor.control_address, pool_bytes=1 << 30, replicas_per_host=2
-    )
     assert await has_tracker(supervisor)
 
 
@@ -59,14 +50,6 @@ async def test_a_missing_uid_is_made_before_the_tracker_and_arguments_may_have_n
     assert await launched == "qwen-generated"
     assert config_of(supervisor.calls[0]).model_uid == "qwen-generated"
     assert await has_tracker(supervisor, "qwen-generated")
-
-
-async def test_without_sharing_nothing_of_ours_happens(supervisor: Any) -> None:
-    upstream = {"xavier_config": {"rank": 1}, "kv_transfer_config": {"kv_connector": "Other"}}
-    await start(supervisor, enable_xavier="false", model_engine="sglang", n_worker=4, **upstream)
-    (call,) = supervisor.calls
-    assert call == {"model_uid": "m", "replica": 2, "enable_xavier": False, **upstream}
-    assert not await has_tracker(supervisor)
 
 
 async def no_memory(supervisor: Any, model_uid: str) -> None:
@@ -227,40 +210,6 @@ async def test_a_tracker_left_by_an_earlier_supervisor_is_taken_over(supervisor:
     assert "m" in successor._xavier_cache_mapping
 
 
-@pytest.mark.parametrize(
-    ("workers", "local", "changed", "expected"),
-    [
-        (1, True, {"replica": 3}, 3),
-        (2, False, {"replica": 3}, 2),
-        (4, False, {"replica": 3}, 1),
-        (4, False, {"replica": 3, "worker_ip": "10.0.0.1"}, 3),
-        (
-            4,
-            False,
-            {"replica_config": [Placement([Device(worker)]) for worker in "aba"]},
-            2,
-        ),
-    ],
-)
-async def test_replicas_that_may_share_a_host(
-    address: str, workers: int, local: bool, changed: dict[str, Any], expected: int
-) -> None:
-    supervisor = supervisor_class()(address, workers, local)
-    await start(supervisor, **changed)
-    assert config_of(supervisor.calls[0]).replicas_per_host == expected
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"), [(8, 8), (None, None), (0, None), (-1, None), ("8", None), (True, None)]
-)
-async def test_routers_keep_to_the_request_limits_of_a_launch(
-    supervisor: Any, limits: Any, expected: int | None
-) -> None:
-    """Anything else is left to xinference."""
-    await start(supervisor, request_limits=limits)
-    assert config_of(supervisor.calls[0]).request_limit == expected
-
-
 async def test_replicas_find_a_tracker_and_make_a_missing_one_once(supervisor: Any) -> None:
     """A new supervisor knows the model from its workers, but has no tracker."""
     supervisor._model_uid_to_replica_info["m"] = object()
@@ -306,102 +255,6 @@ async def test_models_that_share_have_a_tracker_of_ours_and_name_the_workers_of_
     expected = {"m-rep0": "10.0.0.1:1", "m-rep1": "10.0.0.2:1"}
     found = await xavier_models(supervisor)
     assert found == {"a": {}, "m": expected}, "the last has just been removed"
-
-
-async def test_a_hook_that_cannot_be_imported_is_refused(supervisor: Any) -> None:
-    with pytest.raises(ConfigError, match="xavier_hooks='nowhere:hook' cannot be imported"):
-        await start(supervisor, xavier_hooks="nowhere:hook")
-    assert not supervisor.calls
-    assert not await has_tracker(supervisor)
-
-
-# -- what cannot share ------------------------------------------------------------------------
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"n_worker": 2}, "n_worker=2 spreads one replica over several workers"),
-    ({"n_worker": "2"}, "n_worker='2' spreads"),
-    ({"model_uid": "org/m"}, "model_uid='org/m' has a slash"),
-    ({"model_uid": "."}, "model_uid='.' has"),
-    ({"kv_transfer_config": {"kv_connector": "Other"}}, "is set by enable_xavier"),
-    ({"xavier_cache_bytes": 1, "xavier_queue": 1}, "built into xinference"),
-    ({"xavier_pool_bytes": "4QiB"}, "is not a size"),
-    ({"xavier_roles": "prefill:1,decode:2", "replica": 2}, "has 3 replicas, but 2 are launched"),
-    ({"xavier_roles": "prefill:1,decode:1", "replica": 1}, "has 2 replicas, but 1 is launched"),
-]
-FOREIGN: list[tuple[dict[str, Any], str]] = [
-    ({"model_engine": "SGLang"}, "model_engine='SGLang' cannot share its cache; use vLLM"),
-    ({"model_engine": None}, "model_engine=None cannot share"),
-    ({"model_type": "embedding"}, "model_type='embedding' has no prefixes"),
-    ({"replica_config": [Placement(role="prefill")]}, "role='prefill' splits prefill"),
-    ({"replica_config": [Placement(model_engine="mlx")]}, "model_engine='mlx' cannot share"),
-]
-THEIRS: list[dict[str, Any]] = [
-    *(arguments for arguments, _ in FOREIGN),
-    {"xavier_cache_bytes": 1 << 30, "xavier_cache_backend": "lmcache"},
-    {"xavier_backend": "builtin"},
-]
-
-
-@pytest.mark.parametrize("arguments", THEIRS, ids=str)
-async def test_what_the_built_in_xavier_can_do_is_left_to_it(
-    supervisor: Any, arguments: dict[str, Any]
-) -> None:
-    await start(supervisor, **arguments)
-    (call,) = supervisor.calls
-    assert call["enable_xavier"] is True
-    assert "kv_transfer_config" not in call
-    assert "xavier_backend" not in call
-    for name in arguments.keys() & call.keys():
-        assert call[name] == arguments[name]
-    assert supervisor._xavier_cache_mapping == {}
-    assert not await has_tracker(supervisor)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        *REFUSED,
-        *((arguments | {"xavier_backend": "extension"}, text) for arguments, text in FOREIGN),
-        *((arguments | {"xavier_queue": 1}, text) for arguments, text in FOREIGN),
-    ],
-)
-async def test_what_cannot_share_is_refused_before_anything_exists(
-    supervisor: Any, wrong: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        await start(supervisor, **wrong)
-    assert message in str(caught.value)
-    assert supervisor.calls == []
-    assert supervisor._xavier_cache_mapping == {}
-    assert not await has_tracker(supervisor)
-
-
-async def test_one_replica_is_allowed_with_a_warning(
-    supervisor: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    await start(supervisor, replica=1)
-    assert "nothing is shared until another is added" in caplog.text
-    assert await has_tracker(supervisor)
-
-
-async def test_memory_that_hosts_cannot_share_is_not_demanded(address: str) -> None:
-    """A launch knows the hosts of some replicas only."""
-    spread = [Placement([Device(worker)]) for worker in ("10.0.0.2", "10.0.0.1", "10.0.0.2")]
-    supervisor = supervisor_class()(address, 2, False)
-    with pytest.raises(
-        ConfigError, match=r"one host, but replica_config names 10\.0\.0\.1, 10\.0\.0\.2"
-    ):
-        await start(supervisor, replica_config=spread, xavier_transport="shared_memory")
-    assert supervisor.calls == []
-    for options in (
-        {"replica_config": spread},
-        {"replica_config": spread[::2], "xavier_transport": "shared_memory"},
-        {"replica": 2, "xavier_transport": "shared_memory"},
-    ):
-        await start(supervisor, model_uid=f"m{len(supervisor.calls)}", **options)
-    assert len(supervisor.calls) == 3
-    local = supervisor_class()(address, 1, True)  # where xinference ignores the placement
-    await start(local, model_uid="l", replica_config=spread, xavier_transport="shared_memory")
 
 
 # -- the model actor of a replica -------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""A worker puts itself into our configuration, a failed load says what the engine said, and a
-launch waits until its replicas can serve each other, but never for long."""
+"""A failed load says what the engine said, and a launch waits until its replicas can serve each
+other, but never for long. `test_table.py` has what a worker does to a launch."""
 
 import asyncio
 from typing import Any
@@ -7,104 +7,25 @@ from typing import Any
 import pytest
 import xoscar as xo
 
-from tests.serving.launch.launching import config_of
+from tests.serving.launch.launching import Worker, config_of
 from tests.tracker_pools import create_tracker
 from xinference_xavier.config import XavierConfig, kv_transfer_config
-from xinference_xavier.errors import ConfigError, ReplicaStartError
+from xinference_xavier.errors import ReplicaStartError
 from xinference_xavier.protocol.tracker import INITIAL_SETTINGS, Member
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.serving import extension
 from xinference_xavier.serving.launch import environment
 from xinference_xavier.serving.launch import worker as module
-from xinference_xavier.vllm_versions import SHARES, UNTESTED
 
 NS = "namespace"
 PATIENCE = 60.0
 TRACKER = "0.0.0.0:9999"
 
 
-class Worker:
-    address = "0.0.0.0:70"
-    _supervisor_address = "10.0.0.1:9999"
-
-    def __init__(self, loads: bool = False) -> None:
-        self._loads = loads
-        self._model_uid_to_launch_args: dict[str, dict[str, Any]] = {}
-        self._model_uid_to_model: dict[str, object] = {}
-        self.states: dict[str, str] = {}
-
-    async def launch_builtin_model(self, model_uid: str, **kwargs: Any) -> dict[str, Any]:
-        # xinference keeps what arrives here and replays it.
-        self._model_uid_to_launch_args[model_uid] = kwargs
-        self._model_uid_to_model[model_uid] = object()
-        return kwargs
-
-    async def wait_for_load(self, model_uid: str) -> None:
-        if not self._loads:
-            raise RuntimeError("Engine core initialization failed. See root cause above.")
-        await self._update_model_state(model_uid, "ready")
-
-    async def _update_model_state(self, model_uid: str, state: str) -> None:
-        self.states[model_uid] = state
-
-
-extension.wrap_worker(Worker)
-
-
-async def launch(
-    worker: Worker, config: XavierConfig, name: str = "m-rep0", **arguments: Any
-) -> dict[str, Any]:
+async def launch(worker: Worker, config: XavierConfig, **arguments: Any) -> dict[str, Any]:
     """Returns what xinference keeps of the launch."""
     transfer = kv_transfer_config(config)
-    return await worker.launch_builtin_model(name, kv_transfer_config=transfer, **arguments)
-
-
-async def test_a_worker_puts_itself_into_our_configuration() -> None:
-    kept = await launch(Worker(), XavierConfig("m", TRACKER), dtype="auto")
-    assert kept["dtype"] == "auto"
-    config = config_of(kept)
-    assert config.worker_address == "127.0.0.1:70"
-    assert config.tracker == "10.0.0.1:9999"
-    assert config.pool_bytes is None, "only the engine knows its KV cache"
-    assert kept["envs"] == {SHARES: "1"}
-    assert kept["virtual_env_packages"] is None, "what is installed does"
-    again = await Worker().launch_builtin_model("m-rep0", **kept | {"envs": {"A": "b"}})
-    assert config_of(again).worker_address == "127.0.0.1:70"
-    assert again["envs"] == {"A": "b", SHARES: "1"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "engines"),
-    [
-        ({"data_parallel_size": 4}, 4),
-        ({"data_parallel_size": 8, "data_parallel_size_local": 2}, 2),
-        ({"data_parallel_size": None}, 1),
-    ],
-)
-async def test_the_engines_of_a_replica_divide_its_memory(
-    arguments: dict[str, Any], engines: int
-) -> None:
-    kept = await launch(Worker(), XavierConfig("m", TRACKER, pool_bytes=1 << 30), **arguments)
-    again = await Worker().launch_builtin_model("m-rep0", **kept)
-    for config in (config_of(kept), config_of(again)):
-        assert (config.pool_bytes, config.engines) == (1 << 30, engines)
-
-
-async def test_a_replica_has_the_role_of_its_number() -> None:
-    config = XavierConfig("m", TRACKER, roles=("prefill", "decode"))
-    for name, role in {"m-rep0": "prefill", "m-rep1": "decode", "m-rep2": "any"}.items():
-        kept = await launch(Worker(), config, name)
-        assert config_of(kept).role == role
-        again = await Worker().launch_builtin_model("m-rep1", **kept)  # on another worker
-        assert config_of(again).role == "decode"
-
-
-async def test_a_vllm_that_does_not_share_is_refused_before_anything_is_downloaded() -> None:
-    worker, config = Worker(), XavierConfig("m", TRACKER)
-    environment = {"virtual_env_packages": ["vllm==0.27.1"], "enable_virtual_env": True}
-    with pytest.raises(ConfigError, match="is what the launch asks for, and sharing needs"):
-        await launch(worker, config, **environment)
-    assert worker._model_uid_to_launch_args == {}
+    return await worker.launch_builtin_model("m-rep0", kv_transfer_config=transfer, **arguments)
 
 
 async def test_a_replica_says_which_pin_was_replaced_also_when_its_launch_is_replayed(
@@ -119,14 +40,6 @@ async def test_a_replica_says_which_pin_was_replaced_also_when_its_launch_is_rep
     assert kept["virtual_env_packages"] == ["vllm<0.34,>=0.31"]
     again = await Worker().launch_builtin_model("m-rep0", **kept)
     assert [config_of(each).replaced_vllm for each in (kept, again)] == ["==0.21.0"] * 2
-
-
-async def test_an_untested_vllm_is_allowed_in_the_engines_processes() -> None:
-    config = XavierConfig("m", TRACKER, untested_vllm=True)
-    environment = {"virtual_env_packages": ["vllm==0.34.0"], "enable_virtual_env": True}
-    kept = await launch(Worker(), config, **environment)
-    assert kept["virtual_env_packages"] == ["vllm==0.34.0"]
-    assert kept["envs"] == {SHARES: UNTESTED}
 
 
 class RacingWorker(Worker):

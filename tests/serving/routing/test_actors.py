@@ -152,22 +152,6 @@ async def test_a_client_that_goes_before_or_after_the_first_word_closes_the_stre
     await found(api.models[replica].closed)
 
 
-@pytest.mark.parametrize("path", TEXT_ROUTES)
-async def test_a_stream_that_moves_leaves_its_first_place(api: Api, path: str) -> None:
-    """Its replica hangs, and the tracker loses it."""
-    for model in api.models.values():
-        await model.prepare(hangs=True)
-    answer = api.world.ask("hi", path=path)
-    first = await api.first()
-    (other,) = api.models.keys() - {first}
-    await api.models[other].prepare()
-    api.world.replicas[first].leave()
-    await api.world.done()
-    assert (answer.status, answer.replica) == (200, other)
-    await api.left()
-    await found(api.models[first].closed)
-
-
 async def test_while_a_supervisor_is_relaunched_replicas_are_found(pool: Any) -> None:
     """Only what xinference's gateway calls reads reaches the supervisor then."""
     from xinference.core.supervisor_upgrade import SupervisorGateway

@@ -111,16 +111,6 @@ async def test_the_next_turn_of_an_agent_begins_with_its_last_one(
 
 
 @in_world("m-0")
-async def test_a_later_system_message_changes_the_beginning(world: World, told: list[Told]) -> None:
-    """xinference puts all of them first."""
-    request = turn(2)
-    await world.answer(path=MESSAGES, **request)
-    request["messages"].insert(3, {"role": "system", "content": "Mind the plan."})
-    await world.answer(path=MESSAGES, **request)
-    assert len(SYSTEM) - PIECE <= shared(*told) <= len(SYSTEM) + PIECE
-
-
-@in_world("m-0")
 async def test_a_chat_has_the_same_text_on_every_route(world: World, told: list[Told]) -> None:
     asked, salt = {"role": "user", "content": CODE}, {"cache_salt": "a tenant"}
     system = {"role": "system", "content": SYSTEM}

@@ -182,15 +182,6 @@ async def test_a_stream_that_begins_as_its_request_is_cancelled_leaves_its_place
 
 
 @in_world("m-0")
-async def test_it_behaves_like_the_replica(world: World) -> None:
-    model = await routed(world)
-    assert await model.is_vllm_backend()
-    assert await model.abort_request("r", block_duration=30) == "done"
-    assert model.uid == "m-0"
-    world.router.end(model._route)
-
-
-@in_world("m-0")
 async def test_an_abort_ends_although_the_replica_does_not_answer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,16 +32,3 @@ def test_the_page_has_the_permissions_of_the_account(window: Browser, api: Guard
     window.wait_text("#replicas", "first")
     window.find("#enabled").click()
     window.wait_text("#notice", "models:write")
-
-
-def test_a_session_that_was_ended_elsewhere(window: Browser, api: GuardedApi) -> None:
-    """The page says so, and does not send its old token twice."""
-    guest = api.user("guest", ["models:list"])
-    window.open(f"{api.endpoint}/xavier/")
-    window.forget()
-    sign_in(window, api.endpoint, guest.name, guest.password)
-    window.open(f"{api.endpoint}/xavier/")
-    window.wait_text("#live", "Live")
-    api.disable(guest)
-    window.driver.refresh()
-    window.wait_text("#trouble", "Please sign in")

@@ -61,20 +61,6 @@ def test_every_name_of_the_server_has_a_text() -> None:
     assert tuple(ENGLISH["dialog"]["backends"]) == get_args(Backend)
 
 
-def test_every_text_is_used() -> None:
-    """The compiler sees that every used text exists."""
-    source = "\n".join(path.read_text() for path in FOLDER.rglob("*.js"))
-    by_server = re.compile(r"(how|mode|choice|role|prefix|transport)_|[A-Z]")
-    plots = {"committed", "rolled_back", "bytes"}
-    troubles = {"signIn", "forbidden", "absent", "tracker", "away"}
-    for part in ("page", "dialog"):
-        for name in texts(ENGLISH[part]):
-            name = name.partition(".")[0]
-            known = by_server.match(name) or name in {*HIT_SOURCES, *plots}
-            known = known or name.removesuffix("Help") in troubles
-            assert known or re.search(rf"\b{name}\b", source), name
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [
