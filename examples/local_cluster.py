@@ -367,7 +367,7 @@ class LocalCluster:
         environment["XINFERENCE_AUTH_ADVANCED"] = str(self._accounts).lower()
         # Sockets and scratch files too: engines are killed at the end and leave them behind.
         scratch = home / "tmp"
-        scratch.mkdir(parents=True)
+        scratch.mkdir(parents=True, exist_ok=True)
         environment |= {
             "XINFERENCE_HOME": str(home),
             "TMPDIR": str(scratch),

@@ -5,7 +5,7 @@ from typing import Any
 
 import xoscar
 
-from tests.e2e.conftest import wait_until
+from tests.e2e.model import wait_until
 from xinference_xavier.protocol.tracker import tracker_uid
 
 HOST = "127.0.0.1"

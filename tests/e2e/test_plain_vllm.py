@@ -13,7 +13,8 @@ import pytest
 
 from examples.plain_vllm import ask
 from examples.processes import answers, free_port, start
-from tests.e2e.conftest import ROOT, wait_for_engine
+from tests.e2e.conftest import ROOT
+from tests.e2e.model import wait_for_engine
 from tests.e2e.plain import ARGUMENTS, ENVIRONMENT, HOST, serve, wait_until_compared
 
 pytestmark = pytest.mark.long

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from examples.processes import answers, end, free_port, start
-from tests.e2e.asking import CHUNK, question
-from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
+from tests.e2e.conftest import ROOT
+from tests.e2e.model import CHUNK, question, wait_for_engine, wait_until
 from tests.e2e.plain import (
     ARGUMENTS,
     ENVIRONMENT,
