@@ -1,6 +1,5 @@
 """Fixtures that several test modules share."""
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,8 +11,9 @@ from hypothesis import settings
 
 from examples.make_model import make_model
 from tests.harness.api import ApiProcess, Pair
+from tests.harness.remote import spawned
 from tests.harness.replicas import TrackerProcess, replicas
-from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
+from tests.tracker_pools import create_tracker
 
 # No example has a time limit.
 settings.register_profile("xavier", deadline=None)
@@ -75,17 +75,8 @@ async def tracker(pool: Any) -> Any:
 
 
 @pytest.fixture
-async def stoppable_tracker() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A process with a tracker, and the tracker's address."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", TRACKER_PROCESS, MODEL),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        yield process, (await process.stdout.readline()).decode().strip()
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+def stoppable_tracker() -> Iterator[TrackerProcess]:
+    """One that the test may suspend or kill."""
+    tracker = TrackerProcess(context=spawned())
+    yield tracker
+    tracker.kill()

@@ -141,13 +141,13 @@ def test_what_one_host_computed_the_other_fetches_through_both_firewalls(
 def test_the_firewalls_admit_nothing_else(model: Model, hosts: Hosts) -> None:
     """Otherwise the test above would say nothing about ports."""
     _, engine_port = split_address(replica_at(model, FIRST)["address"])
-    assert reaches(hosts, SECOND, FIRST, engine_port)
-    assert not reaches(hosts, SECOND, FIRST, WORKER_PORT)
-    assert reaches(hosts, SUPERVISOR, FIRST, WORKER_PORT)
+    assert reaches_first(hosts, SECOND, engine_port)
+    assert not reaches_first(hosts, SECOND, WORKER_PORT)
+    assert reaches_first(hosts, SUPERVISOR, WORKER_PORT)
 
 
-def reaches(hosts: Hosts, source: str, target: str, port: int) -> bool:
-    words = [sys.executable, "-c", CONNECT, hosts.address(target), str(port)]
+def reaches_first(hosts: Hosts, source: str, port: int) -> bool:
+    words = [sys.executable, "-c", CONNECT, hosts.address(FIRST), str(port)]
     return hosts.run(source, words, stderr=subprocess.DEVNULL).wait() == 0
 
 

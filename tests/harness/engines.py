@@ -11,11 +11,9 @@ may, but its CPU platform starts it anew.
 
 import asyncio
 import atexit
-import getpass
 import itertools
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from examples.make_model import CONTEXT, make_model
-from examples.processes import until
+from examples.processes import COMPILED, until
 from tests.harness.asynchronous import schedule_asynchronously
 from tests.harness.remote import Remote, RemoteError, forked, obey_at_once
 from tests.harness.replicas import MODEL, TrackerProcess
@@ -66,6 +64,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the platform uses a worker process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all engines use all cores
+    "TORCHINDUCTOR_CACHE_DIR": COMPILED,
 }
 _FORGET = "forget_prefix_cache"
 """A call of an engine's EngineCore that empties vLLM's own prefix cache and leaves our pool alone,
@@ -131,14 +130,6 @@ def whole_chunks(tokens: int) -> int:
 def own_model() -> Path:
     """Make the benchmarks' model and return its folder."""
     return make_model(_MODEL)
-
-
-def engine_environment() -> dict[str, str]:
-    """Additions to the environment of engines."""
-    # torch compiles for 20 s at the first request: keep the result.
-    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-    return {**ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 class Kind(NamedTuple):
@@ -503,7 +494,7 @@ def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
 
 
 def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
-    os.environ.update(engine_environment(), **kind.environment)
+    os.environ.update(ENVIRONMENT, **kind.environment)
     _fork_engine_core()
     if kind.asynchronous:
         schedule_asynchronously()

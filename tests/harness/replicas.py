@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -343,6 +344,9 @@ def _track(pipe: Connection, host: str, options: dict[str, Any]) -> None:
 
 
 async def _create_tracker(pool: Any, options: dict[str, Any]) -> Any:
+    # The one default thread is taken by commands, as all are in xinference's supervisor on two
+    # processors.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     address, uid = pool.external_address, tracker_uid(MODEL)
     return await xoscar.create_actor(BlockTracker, MODEL, address=address, uid=uid, **options)
 
