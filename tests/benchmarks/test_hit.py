@@ -50,10 +50,10 @@ def test_samples_of_another_transport_are_refused() -> None:
     """A fetch that ends before a transport is chosen counts for none; its sample is left out."""
 
     def stats(*transports: str) -> dict[str, Any]:
-        return {"stats": {"fetches": {"by_transport": dict.fromkeys(transports)}}}
+        return {"fetches": {"by_transport": dict.fromkeys(transports)}}
 
     def check(**used: dict[str, Any]) -> None:
-        fleet: Any = SimpleNamespace(replicas=lambda: used)
+        fleet: Any = SimpleNamespace(stats=used.__getitem__)
         no_pair: Any = None
         hit.Cycle(fleet, no_pair, 1 << 20).check_transports()
 

@@ -26,7 +26,7 @@ import numpy as np
 from examples.make_model import CONTEXT, make_model
 from examples.processes import COMPILED, until
 from tests.harness.asynchronous import schedule_asynchronously
-from tests.harness.remote import Remote, RemoteError, forked, obey_at_once
+from tests.harness.remote import Remote, forked, obey_at_once
 from tests.harness.replicas import MODEL, TrackerProcess
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import NotSharing
@@ -222,8 +222,7 @@ def _arguments(name: str, model: Path, kind: Kind, config: XavierConfig | None) 
 class Fleet:
     """A tracker and named engines, all ready when the `with` block begins.
 
-    An engine's name is its incarnation. If an engine in `may_fail` does not start, it is missing
-    from `engines`, and the reason is in `failed`.
+    An engine's name is its incarnation.
     """
 
     def __init__(
@@ -231,15 +230,12 @@ class Fleet:
         kinds: Mapping[str, Kind],
         *,
         model: Path | None = None,
-        may_fail: Sequence[str] = (),
         host: str = "127.0.0.1",
     ) -> None:
         self._kinds = kinds
         self._host = host
         self.model = model
-        self._may_fail = may_fail
         self.engines: dict[str, Engine] = {}
-        self.failed: dict[str, str] = {}
         self._loop = asyncio.Runner()
         """The loop for all calls to actors."""
 
@@ -249,8 +245,8 @@ class Fleet:
         try:
             for name, kind in self._kinds.items():
                 self.engines[name] = Engine(name, model, kind, self._config(kind))
-            for name in self._kinds:
-                self._wait_ready(name)
+            for engine in self.engines.values():
+                engine.wait_until_ready()
             self._wait(self._have_joined, "all replicas have joined")
             self._compare()
         except BaseException:
@@ -273,6 +269,10 @@ class Fleet:
     def replicas(self) -> dict[str, dict[str, Any]]:
         """The current status of each replica, from the tracker."""
         return self.tracker.replicas()
+
+    def stats(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.replicas()[name]["stats"]
+        return found
 
     def wait_published(self, name: str, chunks: int) -> None:
         """Wait until all indexes have `chunks` that `name` has published since the last `flush`."""
@@ -320,15 +320,6 @@ class Fleet:
             )
 
         self._wait(have_compared, "all have compared their rows")
-
-    def _wait_ready(self, name: str) -> None:
-        try:
-            self.engines[name].wait_until_ready()
-        except RemoteError as error:
-            if name not in self._may_fail:
-                raise
-            self.failed[name] = str(error)
-            self.engines.pop(name).close()
 
     def _wait(self, condition: Any, what: str) -> None:
         if not until(condition, ANSWER_PATIENCE, _INTERVAL):
