@@ -54,12 +54,9 @@ def tracker_process() -> Iterator[TrackerProcess]:
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
-    api = ApiProcess()
-    try:
-        with replicas(api.address, {"first": "gloo", "second": "gloo"}) as (first, second):
-            yield Pair(api, first, second)
-    finally:
-        api.kill()
+    both = {"first": "gloo", "second": "gloo"}
+    with ApiProcess() as api, replicas(api.address, both) as (first, second):
+        yield Pair(api, first, second)
 
 
 @pytest.fixture

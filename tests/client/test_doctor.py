@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -92,9 +92,7 @@ def planted() -> Iterator[Result]:
     foreign    has another dtype
     crippled   its transfer process does not start
     """
-    api = ApiProcess()
-    with ExitStack() as stack:
-        stack.callback(api.kill)
+    with ApiProcess() as api, ExitStack() as stack:
 
         def start(name: str, transport: str = "gloo", **options: object) -> ReplicaProcess:
             options = {"fingerprint_fields": INGREDIENTS, **options}
@@ -148,12 +146,10 @@ def test_replicas_in_two_namespaces_and_the_field_that_differs(planted: Result) 
 
 
 def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
-    api = ApiProcess()
-    try:
+    options: dict[str, Any] = {"transport": REFUSING, "rows": 64, "fingerprint_fields": INGREDIENTS}
+    with ApiProcess() as api:
         diagnose(api.endpoint).finds(f"model {MODEL}", "it has no replica", "with --replica 2")
-        fields = {"fingerprint_fields": INGREDIENTS}
-        lone = ReplicaProcess("lone", api.address, transport=REFUSING, rows=64, **fields)
-        try:
+        with ReplicaProcess("lone", api.address, **options) as lone:
             wait_until(lone.is_up, "the replica is up")
             result = diagnose(api.endpoint)
             result.finds(f"model {MODEL}", "it has one replica", "with --replica 2")
@@ -161,8 +157,7 @@ def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
                 "it has one replica, and sharing takes two"
             ]
             lone.reset()
-            other = ReplicaProcess("other", api.address, transport=REFUSING, rows=64, **fields)
-            try:
+            with ReplicaProcess("other", api.address, **options) as other:
                 wait_until(other.is_up, "the other replica is up")
                 diagnose(api.endpoint).finds(
                     "replica", "since one of them was reset", f"weights {MODEL} VERSION"
@@ -171,13 +166,7 @@ def test_too_few_replicas_a_lost_replica_and_a_lost_tracker() -> None:
                 result = diagnose(api.endpoint)
                 result.finds("replica lone", "does not answer", f"terminate --model-uid {MODEL}")
                 assert not [each for each in result.findings if "they differ" in each.problem]
-            finally:
-                other.kill()
-        finally:
-            lone.kill()
         api.lose_tracker()
         diagnose(api.endpoint).finds(
             f"model {MODEL}", "its tracker is missing", f"xinference terminate --model-uid {MODEL}"
         )
-    finally:
-        api.kill()
