@@ -47,9 +47,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tracker_process() -> Iterator[TrackerProcess]:
     """A tracker in a process of its own, for all tests with replicas in processes of their own."""
-    tracker = TrackerProcess()
-    yield tracker
-    tracker.kill()
+    with TrackerProcess() as tracker:
+        yield tracker
 
 
 @pytest.fixture(scope="session")

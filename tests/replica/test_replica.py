@@ -144,16 +144,12 @@ def test_a_replica_that_starts_is_asked_once_it_can_serve(
     scene: Scene, tracker_process: TrackerProcess, transport: str
 ) -> None:
     """Its transfer process takes seconds longer to start than it takes to join."""
-    starting = ReplicaProcess("starting", tracker_process.address, transport=transport)
-    try:
+    with ReplicaProcess("starting", tracker_process.address, transport=transport) as starting:
         keys = fresh_keys(ROWS)
         starting.store(keys)
         wait_until(lambda: listed(scene.consumer, keys, "starting"), "the index lists them")
         wait_until(lambda: offered(scene.consumer, keys, "starting"), "it can be asked")
         assert scene.consumer.fetch("starting", keys, NEVER).reason is None
-    finally:
-        starting.stop()
-        starting.kill()
 
 
 def test_the_consumer_s_transfer_process_is_killed(scene: Scene) -> None:
