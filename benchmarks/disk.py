@@ -219,7 +219,7 @@ def _round(fleet: Fleet, prompt: list[int]) -> tuple[float, float, float]:
 
 
 def _saved(fleet: Fleet) -> int:
-    chunks: int = fleet.replicas()[_OWN]["stats"]["disk"]["rows"]
+    chunks: int = fleet.stats(_OWN)["disk"]["rows"]
     return chunks
 
 

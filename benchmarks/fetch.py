@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.ends import MEMCPY, TCP, Pair
 from benchmarks.figures import figure, ratio, shown, table
-from tests.harness.replicas import ReplicaProcess, TrackerProcess, fresh_keys, replicas, wait_until
+from tests.harness.replicas import ReplicaProcess, TrackerProcess, replicas, stored
 
 ROWS = {1: (8, 32, 117), 4: (8, 29)}
 """Rows per fetch, by MiB per row."""
@@ -48,11 +48,7 @@ def _of_all_sizes(pair: Pair, tracker: str) -> Iterator[dict[str, Any]]:
 def _of(
     pair: Pair, reference: str, donor: ReplicaProcess, consumer: ReplicaProcess, rows: int
 ) -> dict[str, Any]:
-    keys = fresh_keys(rows)
-    donor.store(keys)
-    wait_until(
-        lambda: all(donor.name in consumer.holders(key) for key in keys), "the keys are known"
-    )
+    keys = stored(consumer, donor, count=rows)
     fetches: list[float] = []
     floors: list[float] = []
     for turn in range(ROUNDS + 2):

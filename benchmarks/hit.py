@@ -95,7 +95,7 @@ def _hits(lengths: Sequence[int], *, asynchronous: bool) -> dict[str, Any]:
         name: Kind(name, options=ALWAYS_FETCH, asynchronous=asynchronous) for name in REFERENCES
     }
     with Pair(0) as pair, Fleet(kinds) as fleet:
-        row_bytes = fleet.replicas()[_DONOR]["stats"]["pool"]["row_bytes"]
+        row_bytes = fleet.stats(_DONOR)["pool"]["row_bytes"]
         pair.make(whole_chunks(max(lengths)), row_bytes)
         cycle = Cycle(fleet, pair, row_bytes)
         cycle.run(lengths[0])  # warm up, and make the links
@@ -154,7 +154,7 @@ class Cycle:
     def check_transports(self) -> None:
         """Raise RuntimeError if a consumer has fetched over another transport than its own."""
         for name in REFERENCES:
-            fetches = self._fleet.replicas()[name]["stats"]["fetches"]
+            fetches = self._fleet.stats(name)["fetches"]
             if set(fetches["by_transport"]) & (set(REFERENCES) - {name}):
                 raise RuntimeError(f"{name} was to be measured, but this was used: {fetches}")
 

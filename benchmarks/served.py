@@ -23,7 +23,7 @@ from benchmarks.figures import table
 from benchmarks.report import ROOT
 from benchmarks.watchers import MeasuredTracker
 from examples.processes import answers, end, free_port, start, until
-from tests.harness.engines import CHUNK, DTYPE, POOL_BYTES, engine_environment, own_model
+from tests.harness.engines import CHUNK, DTYPE, ENVIRONMENT, POOL_BYTES, own_model
 from tests.harness.replicas import MODEL
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 
@@ -91,7 +91,7 @@ class Server:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            **engine_environment(),
+            **ENVIRONMENT,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }

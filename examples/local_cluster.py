@@ -9,7 +9,6 @@ raise `ClusterError`, which names the log.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 import requests
 
-from examples.processes import alive, answers, free_port, start, until
+from examples.processes import COMPILED, alive, answers, free_port, start, until
 
 SHARED_MEMORY = Path("/dev/shm")
 PYTHON_SEGMENT = re.compile(r"psm_\w+")
@@ -38,6 +37,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "TORCHINDUCTOR_CACHE_DIR": COMPILED,
 }
 START_TIMEOUT = 300.0
 LAUNCH_TIMEOUT = 600.0
@@ -163,12 +163,11 @@ class LocalCluster:
         for worker in self._workers.values():
             worker.send_signal(signal.SIGINT)
         segments = self._segments()
-        self._server.send_signal(signal.SIGINT)
-        gone = until(lambda: self._reaped() and not self.processes(), STOP_TIMEOUT / 2, 0.25)
-        if not gone:
-            self._server.terminate()
-            gone = until(lambda: self._reaped() and not self.processes(), STOP_TIMEOUT / 2, 0.25)
-        stubborn = [] if gone else self.processes()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._server.send_signal(number)
+            if until(self._has_ended, STOP_TIMEOUT / 2, 0.25):
+                break
+        stubborn = self.processes()
         names = []
         for process in stubborn:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -367,15 +366,12 @@ class LocalCluster:
         environment["XINFERENCE_AUTH_ADVANCED"] = str(self._accounts).lower()
         # Sockets and scratch files too: engines are killed at the end and leave them behind.
         scratch = home / "tmp"
-        scratch.mkdir(parents=True)
+        scratch.mkdir(parents=True, exist_ok=True)
         environment |= {
             "XINFERENCE_HOME": str(home),
             "TMPDIR": str(scratch),
             "VLLM_RPC_BASE_PATH": str(scratch),
         }
-        # torch compiles for 20 s at the first request: keep the result.
-        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment.pop("PYTHONHASHSEED", None)  # replicas must find each other's chunks without it
         return environment
@@ -387,9 +383,9 @@ class LocalCluster:
         public = "/v1/cluster/auth"  # nobody may list models before there is an account
         return answers(f"{self.endpoint}{public if self._accounts else '/v1/models'}")
 
-    def _reaped(self) -> bool:
+    def _has_ended(self) -> bool:
         assert self._server is not None
-        return self._server.poll() is not None
+        return self._server.poll() is not None and not self.processes()
 
     def _is_ours(self, process: psutil.Process) -> bool:
         """Some processes leave our session, others rewrite their environment: either will do."""

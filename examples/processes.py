@@ -1,7 +1,10 @@
 """Processes on this machine: start a program, wait for what it does, end it."""
 
+import getpass
+import os
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +14,10 @@ from typing import Any
 
 import psutil
 
+COMPILED = os.environ.get(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+)
+"""Keeps what torch compiles for 20 s at an engine's first request."""
 Start = Callable[..., "subprocess.Popen[bytes]"]
 """Starts a program like `subprocess.Popen`, perhaps elsewhere."""
 

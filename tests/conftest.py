@@ -1,6 +1,5 @@
 """Fixtures that several test modules share."""
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,8 +11,9 @@ from hypothesis import settings
 
 from examples.make_model import make_model
 from tests.harness.api import ApiProcess, Pair
+from tests.harness.remote import spawned
 from tests.harness.replicas import TrackerProcess, replicas
-from tests.tracker_pools import MODEL, TRACKER_PROCESS, create_tracker
+from tests.tracker_pools import create_tracker
 
 # No example has a time limit.
 settings.register_profile("xavier", deadline=None)
@@ -47,19 +47,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tracker_process() -> Iterator[TrackerProcess]:
     """A tracker in a process of its own, for all tests with replicas in processes of their own."""
-    tracker = TrackerProcess()
-    yield tracker
-    tracker.kill()
+    with TrackerProcess() as tracker:
+        yield tracker
 
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
-    api = ApiProcess()
-    try:
-        with replicas(api.address, {"first": "gloo", "second": "gloo"}) as (first, second):
-            yield Pair(api, first, second)
-    finally:
-        api.kill()
+    both = {"first": "gloo", "second": "gloo"}
+    with ApiProcess() as api, replicas(api.address, both) as (first, second):
+        yield Pair(api, first, second)
 
 
 @pytest.fixture
@@ -75,17 +71,8 @@ async def tracker(pool: Any) -> Any:
 
 
 @pytest.fixture
-async def stoppable_tracker() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A process with a tracker, and the tracker's address."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", TRACKER_PROCESS, MODEL),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        yield process, (await process.stdout.readline()).decode().strip()
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+def stoppable_tracker() -> Iterator[TrackerProcess]:
+    """One that the test may suspend or kill."""
+    tracker = TrackerProcess(context=spawned())
+    yield tracker
+    tracker.kill()

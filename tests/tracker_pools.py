@@ -1,4 +1,4 @@
-"""A tracker in this process, calls to it, and a program with one that tests may suspend or kill."""
+"""A tracker in this process, and calls to it."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -11,29 +11,6 @@ from xinference_xavier.tracker.actor import BlockTracker
 T = TypeVar("T", bound=News)
 MODEL = "model"
 NAMESPACE = "namespace"
-
-TRACKER_PROCESS = """
-import asyncio, sys
-from concurrent.futures import ThreadPoolExecutor
-import xoscar as xo
-from xinference_xavier.tracker.actor import BlockTracker
-from xinference_xavier.protocol.tracker import tracker_uid
-
-async def main():
-    loop = asyncio.get_running_loop()
-    # All default threads are taken, as in xinference's supervisor on two processors.
-    loop.set_default_executor(ThreadPoolExecutor(1))
-    reading = loop.run_in_executor(None, sys.stdin.read)
-    pool = await xo.create_actor_pool("127.0.0.1:0", n_process=0, use_uvloop=False)
-    await xo.create_actor(
-        BlockTracker, sys.argv[1], address=pool.external_address, uid=tracker_uid(sys.argv[1])
-    )
-    print(pool.external_address, flush=True)
-    # This process ends with its parent.
-    await reading
-
-asyncio.run(main())
-"""
 
 
 async def create_tracker(address: str, model_uid: str = MODEL, **arguments: Any) -> Any:

@@ -71,28 +71,18 @@ def test_the_least_number_of_pairs_is_measured_even_if_time_is_up() -> None:
     assert [(on["rate"], off["rate"]) for on, off in made[:2]] == [(1, 2), (4, 3)]
 
 
-@pytest.fixture
-def two_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worst_value_counts_and_a_bar_that_is_just_reached_is_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def both(part: Part) -> Values:
         return {"one": part["one"], "two": part["two"]}
 
-    speed = Bar("speed", 10.0, both, at_least=True)
-    found = {"part": (speed, Bar("time", 4.0, both))}
-    monkeypatch.setattr(bars, "BARS", found)
-
-
-@pytest.mark.usefixtures("two_bars")
-def test_the_worst_value_counts() -> None:
+    found = (Bar("speed", 10.0, both, at_least=True), Bar("time", 4.0, both))
+    monkeypatch.setattr(bars, "BARS", {"part": found})
     speed, time = bars.judge("part", {"one": 9.0, "two": 3.0})
     assert (speed["of"], speed["value"], speed["met"]) == ("two", 3.0, False)
     assert (time["of"], time["value"], time["met"]) == ("one", 9.0, False)
-
-
-@pytest.mark.usefixtures("two_bars")
-def test_a_bar_that_is_just_reached_is_met() -> None:
-    speed, time = bars.judge("part", {"one": 10.0, "two": 10.0})
-    assert speed["met"]
-    assert not time["met"]
+    assert bars.judge("part", {"one": 10.0, "two": 10.0})[0]["met"]
     assert bars.judge("part", {"one": 4.0, "two": 4.0})[1]["met"]
 
 

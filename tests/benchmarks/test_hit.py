@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks import hit
-from tests.harness.engines import Asked, Prompts, whole_chunks
+from tests.harness.engines import Asked, whole_chunks
 
 SAMPLES = [hit.Sample(2.0, 0.050, 0.040, 0.045, 0.005 * n) for n in range(1, 6)]
 ALONE = [hit.Rush((2.0,), 1000)] * 5
@@ -50,25 +50,13 @@ def test_samples_of_another_transport_are_refused() -> None:
     """A fetch that ends before a transport is chosen counts for none; its sample is left out."""
 
     def stats(*transports: str) -> dict[str, Any]:
-        return {"stats": {"fetches": {"by_transport": dict.fromkeys(transports)}}}
+        return {"fetches": {"by_transport": dict.fromkeys(transports)}}
 
     def check(**used: dict[str, Any]) -> None:
-        fleet: Any = SimpleNamespace(replicas=lambda: used)
+        fleet: Any = SimpleNamespace(stats=used.__getitem__)
         no_pair: Any = None
         hit.Cycle(fleet, no_pair, 1 << 20).check_transports()
 
     check(shared_memory=stats("shared_memory", "none"), gloo=stats("gloo"))
     with pytest.raises(RuntimeError, match="shared_memory was to be measured"):
         check(shared_memory=stats("shared_memory", "gloo"), gloo=stats("gloo"))
-
-
-def test_no_two_prompts_share_a_chunk() -> None:
-    prompts = Prompts()
-    first, second = prompts.fresh(300), prompts.fresh(300)
-    assert len(first) == len(second) == 300
-    assert first[:128] != second[:128]
-    assert prompts.fresh(300) != Prompts().fresh(300)
-
-
-def test_gaps_are_the_times_between_tokens() -> None:
-    assert Asked(0.5, (0.5, 0.75, 1.25), 0).gaps == [0.25, 0.5]

@@ -31,28 +31,25 @@ def run(
 def test_prompts_are_computed_one_after_another() -> None:
     result = run(1, InTurn, request(0.0, "a"), request(0.0, "b"))
     assert result.first == pytest.approx([TRANSIT + COMPUTE, TRANSIT + 2 * COMPUTE])
-    assert (result.tokens.local, result.tokens.fetched, result.tokens.computed) == (
-        0,
-        0,
-        2 * TOKENS,
-    )
+    assert (result.tokens.local, result.tokens.computed) == (0, 2 * TOKENS)
 
 
-def test_what_was_computed_here_is_a_hit() -> None:
-    result = run(1, InTurn, request(0.0, "a"), request(5.0, "a"))
-    assert result.first[1] == pytest.approx(TRANSIT + 1 / ENGINE.prefill)
-    assert result.tokens.local == 10 * CHUNK
-
-
-def test_what_was_computed_elsewhere_is_fetched() -> None:
-    result = run(2, InTurn, request(0.0, "a"), request(5.0, "a"))
-    assert result.first[1] == pytest.approx(TRANSIT + FETCH + 1 / ENGINE.prefill)
-    assert result.tokens.fetched == 10 * CHUNK
-
-
-def test_without_sharing_it_is_computed_again() -> None:
-    result = run(2, InTurn, request(0.0, "a"), request(5.0, "a"), shares=False)
-    assert result.tokens.computed == 2 * TOKENS
+@pytest.mark.parametrize(
+    ("replicas", "shares", "expected", "seconds"),
+    [
+        (1, True, (10 * CHUNK, 0, 1), 1 / ENGINE.prefill),
+        (2, True, (0, 10 * CHUNK, 1), FETCH + 1 / ENGINE.prefill),
+        (2, False, (0, 0, TOKENS), COMPUTE),
+    ],
+    ids=["computed here", "computed elsewhere", "not shared"],
+)
+def test_the_second_request_is_a_hit(
+    replicas: int, shares: bool, expected: tuple[int, int, int], seconds: float
+) -> None:
+    result = run(replicas, InTurn, request(0.0, "a"), request(5.0, "a"), shares=shares)
+    assert result.first[1] == pytest.approx(TRANSIT + seconds)
+    tokens = result.tokens
+    assert (tokens.local, tokens.fetched, tokens.computed - TOKENS) == expected
 
 
 def test_loading_does_not_delay_the_answers_of_others() -> None:

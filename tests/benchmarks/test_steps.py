@@ -55,20 +55,20 @@ def run(core: Core, count: int) -> list[bool]:
     return core.connected
 
 
-@pytest.mark.parametrize("state", [Connector.IN, Connector.OUT])
-def test_it_is_out_until_it_is_put_back(
-    core: Core, recorder: steps._Recorder, state: Connector
+@pytest.mark.parametrize(
+    ("state", "four_steps"),
+    [
+        (Connector.IN, [True] * 4),
+        (Connector.OUT, [False] * 4),
+        (Connector.IN_TURNS, [True, False, False, True]),
+    ],
+)
+def test_it_is_out_always_or_in_two_of_four_steps(
+    core: Core, recorder: steps._Recorder, state: Connector, four_steps: list[bool]
 ) -> None:
     recorder.turn(state)
-    assert run(core, 3) == [state is Connector.IN] * 3
+    assert run(core, 8) == four_steps * 2
     assert [step.connector for step in recorder.steps] == core.connected
-
-
-def test_it_is_out_in_two_of_four_steps(core: Core, recorder: steps._Recorder) -> None:
-    recorder.turn(Connector.IN_TURNS)
-    assert run(core, 8) == [True, False, False, True] * 2
-    assert [step.connector for step in recorder.steps] == core.connected
-    assert core.scheduler.connector is core.connector
 
 
 @pytest.mark.parametrize(

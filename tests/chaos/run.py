@@ -84,7 +84,7 @@ class _Run:
         for name in cluster.nodes:
             cluster.wait_until_up(name)
             cluster.share(name)
-        self._pause(False)
+        self._resume()
 
         def lacking() -> dict[str, int]:
             found = {name: node.call("audit")["links"] for name, node in cluster.nodes.items()}
@@ -96,15 +96,15 @@ class _Run:
             )
         self._say(f"{len(cluster.nodes)} replicas are up and connected with each other")
 
-    def _pause(self, paused: bool) -> None:
+    def _resume(self) -> None:
         for node in self._cluster.nodes.values():
-            node.call("pause", paused)
+            node.call("pause", False)
 
     # -- a round ------------------------------------------------------------------------------
 
     def _break(self, steps: Iterator[Step], seconds: float) -> bool:
         """Carry out steps; return whether the run is over: no more steps, or something is wrong."""
-        self._pause(False)
+        self._resume()
         until_time = time.monotonic() + seconds
         lanes = {name: queue.Queue[Step | None](_AHEAD) for name in (*self._cluster.nodes, TRACKER)}
         threads = [threading.Thread(target=self._lane, args=(lane,)) for lane in lanes.values()]

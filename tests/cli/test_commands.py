@@ -103,12 +103,9 @@ def test_status_as_json_is_the_servers_answer(pair: Pair) -> None:
 def test_status_tells_that_a_tracker_does_not_answer() -> None:
     """Otherwise, in an outage, it would seem that no model shares."""
     reason = f"model {MODEL!r} does not share its cache here"
-    api = ApiProcess()
-    try:
+    with ApiProcess() as api:
         api.lose_tracker()
         table, plain = run(api.endpoint, "status"), run(api.endpoint, "status", "--json")
-    finally:
-        api.kill()
     assert (table.stdout, table.stderr, table.exit_code) == ("", f"Error: {reason}\n", 3)
     assert json.loads(plain.stdout) == {"models": [], "unavailable": {MODEL: reason}}
     assert (plain.stderr, plain.exit_code) == (f"Error: {reason}\n", 3)

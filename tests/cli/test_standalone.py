@@ -57,16 +57,13 @@ def test_a_tracker_in_a_process_of_its_own() -> None:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == f"the tracker of {MODEL} listens at {address}\n"
-            replica = ReplicaProcess("first", address)
-            try:
+            with ReplicaProcess("first", address) as replica:
                 assert "ReplicaJoined" in process.stdout.readline()
                 code, text = weights(address, "step-1")
                 assert code == 3
                 assert "not reset since the last version: first" in text
                 replica.reset()
                 assert weights(address, "step-2") == (0, "1 replicas share as step-2\n")
-            finally:
-                replica.kill()
             second = CliRunner().invoke(main, ["tracker", "m", "--address", address])
             assert second.exit_code == 1
             assert f"address='{address}' cannot be used" in second.output

@@ -70,15 +70,12 @@ def planted() -> Iterator[Result]:
     foreign    has another dtype
     crippled   its transfer process does not start
     """
-    api = ApiProcess()
-    with ExitStack() as stack:
-        stack.callback(api.kill)
+    with ApiProcess() as api, ExitStack() as stack:
 
         def start(name: str, transport: str = "gloo", **options: object) -> ReplicaProcess:
             options = {"fingerprint_fields": INGREDIENTS, **options}
             replica = ReplicaProcess(name, api.address, transport=transport, **options)
-            stack.callback(replica.kill)
-            return replica
+            return stack.enter_context(replica)
 
         own = local_host_towards("192.0.2.1:1")
         assert own != "127.0.0.1", "this machine has only the loopback address"

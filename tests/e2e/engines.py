@@ -1,7 +1,6 @@
 """Engines that are always short of room."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.gates import FOLDER
-from tests.harness.engines import CHUNK, Engine, Kind
-from xinference_xavier.config import XavierConfig
+from tests.harness.engines import CHUNK, Kind
 
 CHUNKS = 5
 """Whole chunks of a prompt, unless a test says otherwise; with its tail it takes 6 blocks."""
@@ -19,6 +17,8 @@ KV_BLOCKS = 20
 POOL_ROWS = 25
 """Rows of an engine's pool: four prompts, and what engines store to compare themselves."""
 CONTEXT = 2048
+FETCH_TIMEOUT = 10.0
+"""Seconds; longer than a test keeps a gate closed."""
 ROW_BYTES = 2 << 20
 """Bytes of a chunk: 8 layers, keys and values, 4 heads of 64 float32 numbers."""
 
@@ -42,51 +42,39 @@ def fine_tune(folder: Path, to: Path) -> Path:
     return to
 
 
-class GatedEngine(Engine):
+def gated(gates: Path, *, asynchronous: bool) -> Kind:
     """An engine that is short of room. Its copies and sends wait at the gates in the folder `gates`
     while they are closed."""
+    gates.mkdir()
+    options = {
+        "pool_bytes": POOL_ROWS * ROW_BYTES,
+        "fetch_timeout": FETCH_TIMEOUT,
+        "min_fetch_tokens": 256,
+    }
+    return Kind(
+        transport="tests.e2e.gates:GatedGloo",
+        arguments=_short_of_room(asynchronous),
+        options=options,
+        asynchronous=asynchronous,
+        environment={FOLDER: str(gates)},
+        extra={"spec_name": "GatedSpec", "spec_module_path": "tests.e2e.gated_copies"},
+    )
 
-    def __init__(
-        self,
-        name: str,
-        model: Path,
-        config: XavierConfig,
-        gates: Path,
-        *,
-        asynchronous: bool = False,
-    ) -> None:
-        gates.mkdir()
-        self.gates = gates
-        kind = _short_of_room(asynchronous, {}, {FOLDER: str(gates)})
-        super().__init__(name, model, kind, config)
 
-
-def engine_alone(name: str, model: Path) -> Engine:
+def alone() -> Kind:
     """An engine that is short of room and shares nothing."""
-    return Engine(name, model, _short_of_room(False, {"enable_prefix_caching": False}, {}))
+    return Kind(transport=None, arguments=_short_of_room(False) | {"enable_prefix_caching": False})
 
 
-def _short_of_room(
-    asynchronous: bool, more: Mapping[str, Any], environment: Mapping[str, str]
-) -> Kind:
-    arguments = {
+def _short_of_room(asynchronous: bool) -> dict[str, Any]:
+    import torch
+
+    arguments: dict[str, Any] = {
         "max_model_len": CONTEXT,
         "num_gpu_blocks_override": KV_BLOCKS,
         "kv_cache_memory_bytes": KV_BLOCKS * ROW_BYTES,
         "max_num_batched_tokens": CONTEXT,
-        **_on_a_card(asynchronous),
-        **more,
     }
-    gated = {"spec_name": "GatedSpec", "spec_module_path": "tests.e2e.gated_copies"}
-    return Kind(
-        arguments=arguments, asynchronous=asynchronous, environment=environment, extra=gated
-    )
-
-
-def _on_a_card(asynchronous: bool) -> dict[str, Any]:
-    """Three engines share one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    return {"gpu_memory_utilization": 0.2, "async_scheduling": asynchronous}
+    if torch.cuda.is_available():  # three engines share a card
+        arguments |= {"gpu_memory_utilization": 0.2, "async_scheduling": asynchronous}
+    return arguments

@@ -3,13 +3,12 @@
 import pytest
 
 from examples.local_cluster import LocalCluster
-from tests.e2e.conftest import launched, wait_for_engine
+from tests.e2e.conftest import launched
+from tests.e2e.model import CHUNK, Model, wait_for_engine
 from xinference_xavier.engine.audits import AUDIT_SHARE
 
 pytestmark = pytest.mark.long
 
-UID = "audited"
-CHUNK = 128
 PROMPT = 8000
 """Tokens, about: a number is one token or two."""
 
@@ -19,30 +18,26 @@ def prompt(number: int) -> str:
 
 
 def test_an_idle_replica_audits_what_it_has_copied(cluster: LocalCluster) -> None:
-    with launched(cluster, UID):
-        stats = [replica["comparison"] for replica in cluster.xavier(UID)["replicas"]]
-        assert [each["compared"] for each in stats] == [1, 1], "their canaries were equal"
+    with launched(cluster, "audited") as model:
+        assert figures(model, "comparison", "compared") == [1, 1], "their canaries were equal"
         number = 0
-        while min(replica["hits"]["computed"] for replica in replicas(cluster)) < (
-            CHUNK * AUDIT_SHARE
-        ):
-            cluster.complete(UID, prompt(number))
+        while min(figures(model, "hits", "computed")) < CHUNK * AUDIT_SHARE:
+            model.complete(prompt(number))
             number += 1
-        before = sum(replica["hits"]["remote"] for replica in replicas(cluster))
+        before = sum(figures(model, "hits", "remote"))
 
         def audited() -> bool:
             """Both get the same prompts in turns, so the second one copies them."""
             nonlocal number
             number += 1
             for _ in range(2):
-                cluster.complete(UID, prompt(number))
-            return any(replica["comparison"]["audits"] for replica in replicas(cluster))
+                model.complete(prompt(number))
+            return any(figures(model, "comparison", "audits"))
 
         wait_for_engine(audited, "an audit")
-        assert sum(replica["hits"]["remote"] for replica in replicas(cluster)) > before
-        assert [replica["comparison"]["failed_audits"] for replica in replicas(cluster)] == [0, 0]
+        assert sum(figures(model, "hits", "remote")) > before
+        assert figures(model, "comparison", "failed_audits") == [0, 0]
 
 
-def replicas(cluster: LocalCluster) -> list[dict[str, dict[str, int]]]:
-    found: list[dict[str, dict[str, int]]] = cluster.xavier(UID)["replicas"]
-    return found
+def figures(model: Model, part: str, name: str) -> list[int]:
+    return [replica[part][name] for replica in model.replicas().values()]

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,20 +22,15 @@ def life(model: Path, folder: Path, *names: str) -> Fleet:
     return Fleet(dict.fromkeys(names, kind), model=model)
 
 
-def stats(fleet: Fleet, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = fleet.replicas()[name]["stats"]
-    return found
-
-
 def can_read(fleet: Fleet, name: str, chunks: int) -> bool:
-    rows: int = stats(fleet, name)["disk"]["rows"]
+    rows: int = fleet.stats(name)["disk"]["rows"]
     return rows >= chunks
 
 
 def hits(fleet: Fleet, name: str) -> dict[str, int]:
     """The hits, once all tokens of the prompt are counted."""
-    wait_until(lambda: sum(stats(fleet, name)["hits"].values()) >= TOKENS, "they are counted")
-    found: dict[str, int] = stats(fleet, name)["hits"]
+    wait_until(lambda: sum(fleet.stats(name)["hits"].values()) >= TOKENS, "they are counted")
+    found: dict[str, int] = fleet.stats(name)["hits"]
     return found
 
 
@@ -53,12 +47,12 @@ def test_prompts_that_were_used_twice_are_not_computed_after_a_restart(
         fleet[OWN].call("load_weights", str(fine_tune(model_folder, tmp_path / "tuned")))
         for _ in range(2):
             fleet[OWN].answer(of_others)
-        wait_until(lambda: stats(fleet, OWN)["disk"]["state"] == "closed", "it is closed")
+        wait_until(lambda: fleet.stats(OWN)["disk"]["state"] == "closed", "it is closed")
     with life(model_folder, tmp_path, OWN, OTHER) as fleet:
         for name, prompt, expected in zip((OWN, OTHER), prompts, computed, strict=True):
             wait_until(partial(can_read, fleet, name, 2 * CHUNKS), "all of it can be read")
             answer = fleet[name].answer(prompt)
             assert (answer.tokens, answer.cached) == (expected, CHUNKS * CHUNK)
             assert hits(fleet, name)["disk"] == CHUNKS * CHUNK
-            assert stats(fleet, name)["fetches"]["rolled_back"] == {}
+            assert fleet.stats(name)["fetches"]["rolled_back"] == {}
         assert fleet[OWN].answer(of_others).cached == 0

@@ -10,31 +10,21 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.engines import (
-    CHUNKS,
-    POOL_ROWS,
-    ROW_BYTES,
-    GatedEngine,
-    engine_alone,
-    fine_tune,
-    prompt,
-)
+from tests.e2e.engines import CHUNKS, POOL_ROWS, alone, fine_tune, gated, prompt
 from tests.e2e.gates import Gate, closed
-from tests.harness.engines import ANSWER_PATIENCE, CHUNK, Completion, Engine
+from tests.harness.engines import ANSWER_PATIENCE, CHUNK, Completion, Engine, Fleet
 from tests.harness.remote import RemoteError
-from tests.harness.replicas import MODEL, TrackerProcess, wait_until
-from xinference_xavier.config import XavierConfig
+from tests.harness.replicas import wait_until
 
 pytestmark = pytest.mark.long
 
-FETCH_TIMEOUT = 10.0
-"""Seconds; longer than a test keeps a gate closed."""
 WHOLE = CHUNKS * CHUNK
 """Tokens of a prompt that can come from a pool."""
 PREEMPTIONS, CACHED = "vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source"
@@ -47,49 +37,25 @@ def fresh(tail: int = 40) -> list[int]:
     return prompt(next(_seeds), tail=tail)
 
 
-class Cluster:
-    """Engines `a` and `b`, their tracker, and one engine that shares nothing."""
+class Cluster(Fleet):
+    """Engines `a` and `b`, and one engine that shares nothing."""
 
     def __init__(self, original: Path, folder: Path, *, asynchronous: bool) -> None:
         self.original = original
         self.tuned = fine_tune(original, folder / "tuned")
-        self.tracker = TrackerProcess()
-        config = XavierConfig(
-            model_uid=MODEL,
-            tracker_address=self.tracker.address,
-            pool_bytes=POOL_ROWS * ROW_BYTES,
-            transport="tests.e2e.gates:GatedGloo",
-            fetch_timeout=FETCH_TIMEOUT,
-            min_fetch_tokens=256,
-        )
-        self.engines = []
-        for name in ("a", "b"):
-            gated = GatedEngine(name, original, config, folder / name, asynchronous=asynchronous)
-            self.engines.append(gated)
-        self.a, self.b = self.engines
-        self._alone = engine_alone("alone", original)
+        self._folder = folder
+        kinds = {name: gated(folder / name, asynchronous=asynchronous) for name in ("a", "b")}
+        super().__init__({**kinds, "alone": alone()}, model=original)
         self._alone_has = original
         self._right: dict[tuple[Path, int, tuple[int, ...]], tuple[int, ...]] = {}
         self._versions = itertools.count(1)
 
-    def wait_until_ready(self) -> None:
-        """Wait until both can fetch; engines answer earlier."""
-        for engine in (*self.engines, self._alone):
-            engine.wait_until_ready()
-        for one, other in (self.engines, self.engines[::-1]):
+    @property
+    def pair(self) -> list[Engine]:
+        return [self["a"], self["b"]]
 
-            def fetches(one: Engine = one, other: Engine = other) -> bool:
-                asked = fresh()
-                self.hold(one, asked, self.original)
-                return other.answer(asked).cached == WHOLE
-
-            self.known(other)
-            wait_until(fetches, f"{other.name} fetches")
-
-    def close(self) -> None:
-        for engine in (*self.engines, self._alone):
-            engine.close()
-        self.tracker.kill()
+    def closed(self, engine: Engine, gate: Gate) -> AbstractContextManager[None]:
+        return closed(self._folder / engine.name, gate)
 
     # -- right answers ------------------------------------------------------------------------
 
@@ -98,9 +64,9 @@ class Cluster:
         request = (weights, tokens, tuple(asked))
         if request not in self._right:
             if self._alone_has != weights:
-                self._alone.call("load_weights", str(weights))
+                self["alone"].call("load_weights", str(weights))
                 self._alone_has = weights
-            self._right[request] = self._alone.answer(asked, tokens).tokens
+            self._right[request] = self["alone"].answer(asked, tokens).tokens
         return self._right[request]
 
     def check(self, answer: Completion, asked: Sequence[int], weights: Path) -> Completion:
@@ -151,7 +117,7 @@ class Cluster:
         """Have `engine` compute the prompt, and wait until the other one knows."""
         held = self.known(engine)["holdings"]
         self.ask(engine, asked, weights)
-        (other,) = (each for each in self.engines if each is not engine)
+        (other,) = (each for each in self.pair if each is not engine)
         wait_until(
             lambda: (
                 self.known(engine)["holdings"] == held + CHUNKS
@@ -164,7 +130,7 @@ class Cluster:
     def nothing_is_left(self) -> None:
         """After one more job each, no row is pinned, filling or quarantined, and no grant is
         live."""
-        for engine in self.engines:
+        for engine in self.pair:
             engine.answer(fresh())
             self.wait_for_pool(engine, pinned=0, filling=0, quarantined=0)
             self.serves(engine, 0)
@@ -204,22 +170,22 @@ class Cluster:
     def wait_until_compared(self) -> None:
         """Wait until each engine knows that the other computes as it does, which takes requests of
         their own after each reset."""
-        for engine in self.engines:
+        for engine in self.pair:
             wait_until(
                 lambda engine=engine: self.known(engine)["stats"]["not_sharing"] is None,
                 f"{engine.name} compared itself with its peer",
                 interval=0.02,
             )
-        a, b = map(self.known, self.engines)
+        a, b = map(self.known, self.pair)
         assert a["namespace"] == b["namespace"]
 
     def start_over(self) -> None:
         """Give both engines empty caches and the first weights, and let them share."""
-        for engine in self.engines:
+        for engine in self.pair:
             self.load(engine, self.original)
             assert self.reset(engine)
         self.share_again()
-        for engine in self.engines:
+        for engine in self.pair:
             self.wait_for_pool(engine, ready=0, filling=0)
 
 
@@ -228,12 +194,8 @@ def engines(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("events")
-    cluster = Cluster(model_folder, folder, asynchronous=request.param == "asynchronous")
-    try:
-        cluster.wait_until_ready()
+    with Cluster(model_folder, folder, asynchronous=request.param == "asynchronous") as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 @pytest.fixture
@@ -247,8 +209,8 @@ class TestReset:
 
     def test_while_rows_are_stored(self, cluster: Cluster) -> None:
         """A row that a worker is still writing never becomes a hit, here or elsewhere."""
-        a, b, asked = cluster.a, cluster.b, fresh()
-        with closed(a.gates, Gate.COPIES):
+        a, b, asked = *cluster.pair, fresh()
+        with cluster.closed(a, Gate.COPIES):
             cluster.ask(a, asked, cluster.original)
             cluster.wait_for_pool(a, filling=CHUNKS)
             assert cluster.reset(a)
@@ -261,9 +223,9 @@ class TestReset:
 
     def test_while_rows_are_fetched(self, cluster: Cluster) -> None:
         """They arrive after the reset and are not used: their request is computed again."""
-        a, b, asked = cluster.a, cluster.b, fresh()
+        a, b, asked = *cluster.pair, fresh()
         cluster.hold(a, asked, cluster.original)
-        with closed(a.gates, Gate.SENDS):
+        with cluster.closed(a, Gate.SENDS):
             waiting = b.ask(asked)
             cluster.wait_for_pool(b, filling=CHUNKS)
             cluster.serves(a)
@@ -278,9 +240,9 @@ class TestReset:
     def test_while_rows_are_sent(self, cluster: Cluster) -> None:
         """The donor's slots are overwritten at once. The consumer's answer is still right for its
         own weights, which are the old ones."""
-        a, b, asked = cluster.a, cluster.b, fresh()
+        a, b, asked = *cluster.pair, fresh()
         cluster.hold(a, asked, cluster.original)
-        with closed(a.gates, Gate.SENDS):
+        with cluster.closed(a, Gate.SENDS):
             waiting = b.ask(asked)
             cluster.serves(a)
             cluster.load(a, cluster.tuned)
@@ -294,10 +256,10 @@ class TestReset:
 
     def test_while_rows_are_loaded(self, cluster: Cluster) -> None:
         """vLLM refuses the reset while a request loads. The request ends well; then it works."""
-        a, asked = cluster.a, fresh()
+        a, asked = cluster["a"], fresh()
         cluster.hold(a, asked, cluster.original)
         a.call("forget")
-        with closed(a.gates, Gate.COPIES):
+        with cluster.closed(a, Gate.COPIES):
             loading = a.ask(asked)
             cluster.wait_for_pool(a, pinned=CHUNKS)
             assert not a.call("reset_prefix_cache", reset_connector=True)
@@ -315,32 +277,33 @@ class TestWeightUpdate:
     def test_in_a_pause_under_load(self, cluster: Cluster, mode: str) -> None:
         """Both engines are serving when they are paused, get other weights and resume. From then on
         all answers come from the new weights, and the engines share what they compute."""
+        a, b = cluster.pair
         prompts = [fresh() for _ in range(3)]
-        for engine, asked in zip(cluster.engines, prompts, strict=False):
+        for engine, asked in zip(cluster.pair, prompts, strict=False):
             cluster.hold(engine, asked, cluster.original)
-        with closed(cluster.a.gates, Gate.SENDS), closed(cluster.b.gates, Gate.SENDS):
-            load = [e.ask(asked, 16) for e in cluster.engines for asked in prompts]
-            cluster.serves(cluster.a)
-            cluster.serves(cluster.b)
+        with cluster.closed(a, Gate.SENDS), cluster.closed(b, Gate.SENDS):
+            load = [e.ask(asked, 16) for e in cluster.pair for asked in prompts]
+            cluster.serves(a)
+            cluster.serves(b)
             # A pause waits for fetches in progress.
             pauses = [
                 engine.begin("pause_generation", mode=mode, clear_cache=False)
-                for engine in cluster.engines
+                for engine in cluster.pair
             ]
         for pause in pauses:
             pause.result(ANSWER_PATIENCE)
-        for engine in cluster.engines:
+        for engine in cluster.pair:
             cluster.load(engine, cluster.tuned)
             self.reset_and_resume(cluster, engine, mode)
         cluster.share_again()
         reasons = [request.result(ANSWER_PATIENCE).reason for request in load]
         assert set(reasons) <= ({"abort", "length"} if mode == "abort" else {"length"})
         for asked in prompts:
-            for engine in cluster.engines:
+            for engine in cluster.pair:
                 cluster.ask(engine, asked, cluster.tuned)
         asked = fresh()
-        cluster.hold(cluster.a, asked, cluster.tuned)
-        assert cluster.ask(cluster.b, asked, cluster.tuned).cached == WHOLE
+        cluster.hold(a, asked, cluster.tuned)
+        assert cluster.ask(b, asked, cluster.tuned).cached == WHOLE
         cluster.nothing_is_left()
 
     def reset_and_resume(self, cluster: Cluster, engine: Engine, mode: str) -> None:
@@ -361,7 +324,7 @@ class TestWeightUpdate:
         engine.call("resume_generation")
 
     def test_of_one_engine_parts_the_two_until_the_other_follows(self, cluster: Cluster) -> None:
-        a, b, asked = cluster.a, cluster.b, fresh()
+        a, b, asked = *cluster.pair, fresh()
         cluster.load(a, cluster.tuned)
         assert cluster.reset(a)
         version = "tuned"
@@ -385,14 +348,14 @@ class TestWeightUpdate:
     def test_in_place_without_a_reset(self, cluster: Cluster) -> None:
         """Nobody tells vLLM's cache, or an operator. Engines whose weights have the same name in
         vLLM share again."""
-        a, b, asked = cluster.a, cluster.b, fresh()
+        a, b, asked = *cluster.pair, fresh()
         cluster.load(a, cluster.tuned)
         cluster.ask(a, asked, cluster.tuned)
         cluster.wait_for_pool(a, ready=CHUNKS, pinned=0)
         assert cluster.ask(b, asked, cluster.original).cached == 0
 
         cluster.load(b, cluster.tuned)
-        for engine in cluster.engines:
+        for engine in cluster.pair:
             engine.call("update_weight_version", "tuned")
         cluster.wait_until_compared()
         asked = fresh()
@@ -404,9 +367,9 @@ class TestWeightUpdate:
 class TestSleep:
     def test_while_rows_are_fetched(self, cluster: Cluster) -> None:
         """The engine wakes with other weights and empty caches; its request was aborted."""
-        a, b, asked = cluster.a, cluster.b, fresh()
+        a, b, asked = *cluster.pair, fresh()
         cluster.hold(a, asked, cluster.original)
-        with closed(a.gates, Gate.SENDS):
+        with cluster.closed(a, Gate.SENDS):
             waiting = b.ask(asked)
             cluster.wait_for_pool(b, filling=CHUNKS)
             falling_asleep = b.begin("sleep", level=1)
@@ -428,23 +391,23 @@ class TestShortOfRoom:
         """There are more growing requests than blocks in the KV cache: some lose their blocks and
         come back to rows of the pool or of the other engine."""
         prompts = [fresh(tail=CHUNK - 10) for _ in range(4)]
-        before = [engine.call("counted", PREEMPTIONS) for engine in cluster.engines]
+        before = [engine.call("counted", PREEMPTIONS) for engine in cluster.pair]
         orders = ([*prompts, *prompts[::-1]], [*prompts[::-1], *prompts])
-        for engine in cluster.engines:
+        for engine in cluster.pair:
             engine.call(
                 "pause_generation", mode="keep", clear_cache=False
             )  # so that all begin together
         answers = [
             [engine.ask(each, 30) for each in order]
-            for engine, order in zip(cluster.engines, orders, strict=True)
+            for engine, order in zip(cluster.pair, orders, strict=True)
         ]
-        for engine, order in zip(cluster.engines, orders, strict=True):
+        for engine, order in zip(cluster.pair, orders, strict=True):
             cluster.wait_for_requests(engine, len(order))
             engine.call("resume_generation")
         for row, order in zip(answers, orders, strict=True):
             for future, each in zip(row, order, strict=True):
                 cluster.check(future.result(ANSWER_PATIENCE), each, cluster.original)
-        after = [engine.call("counted", PREEMPTIONS) for engine in cluster.engines]
+        after = [engine.call("counted", PREEMPTIONS) for engine in cluster.pair]
         assert all(late > early for early, late in zip(before, after, strict=True))
         cluster.nothing_is_left()
 
@@ -452,7 +415,7 @@ class TestShortOfRoom:
     def test_a_hit_finds_no_blocks(self, cluster: Cluster, where: str) -> None:
         """Three long requests have all blocks. A fourth one's rows arrive long before there are
         blocks for it, and stay until there are."""
-        a, b, asked = cluster.a, cluster.b, fresh()
+        a, b, asked = *cluster.pair, fresh()
         cluster.hold(b if where == "peer" else a, asked, cluster.original)
         a.call("forget")
         long = [fresh() for _ in range(3)]
@@ -467,18 +430,16 @@ class TestShortOfRoom:
         """All requests are served, and none fetches the same rows twice."""
         prompts = [fresh() for _ in range(3 * POOL_ROWS // CHUNKS)]
         orders = (prompts, prompts[len(prompts) // 2 :] + prompts[: len(prompts) // 2])
-        started = [
-            cluster.known(engine)["stats"]["fetches"]["started"] for engine in cluster.engines
-        ]
+        started = [cluster.known(engine)["stats"]["fetches"]["started"] for engine in cluster.pair]
         for _ in range(2):
             rounds = [
                 [engine.ask(each, 4) for each in order]
-                for engine, order in zip(cluster.engines, orders, strict=True)
+                for engine, order in zip(cluster.pair, orders, strict=True)
             ]
             for order, answers in zip(orders, rounds, strict=True):
                 for each, answer in zip(order, answers, strict=True):
                     cluster.check(answer.result(ANSWER_PATIENCE), each, cluster.original)
-        for engine, before in zip(cluster.engines, started, strict=True):
+        for engine, before in zip(cluster.pair, started, strict=True):
             fetches = cluster.known(engine)["stats"]["fetches"]["started"] - before
             assert fetches <= 2 * len(prompts)
         cluster.nothing_is_left()
@@ -487,7 +448,7 @@ class TestShortOfRoom:
 class TestPrefillRate:
     def test_it_agrees_with_the_rate_seen_from_outside(self, cluster: Cluster) -> None:
         """If a step were timed until the next one begins, it would seem ten times as fast."""
-        a = cluster.a
+        a = cluster["a"]
         seen = []
         for _ in range(12):
             asked = prompt(next(_seeds), chunks=12)
@@ -503,7 +464,7 @@ if find_spec("vllm.v1.metrics.cache_hit_source"):  # from 0.32 on
     class TestMetrics:
         def test_vllm_counts_what_a_peer_supplied_as_peer_to_peer(self, cluster: Cluster) -> None:
             """It counts tokens from the own pool as the host's."""
-            a, b, asked = cluster.a, cluster.b, fresh()
+            a, b, asked = *cluster.pair, fresh()
             cluster.hold(a, asked, cluster.original)
 
             def grown(source: str, by: int) -> None:
@@ -524,11 +485,11 @@ if find_spec("vllm.v1.metrics.cache_hit_source"):  # from 0.32 on
 class TestAtTheSameTime:
     def test_both_fetch_from_each_other(self, cluster: Cluster) -> None:
         """Each is donor and consumer at once; both fetches are whole."""
-        a, b = cluster.engines
+        a, b = cluster.pair
         of_a, of_b = fresh(), fresh()
         cluster.hold(a, of_a, cluster.original)
         cluster.hold(b, of_b, cluster.original)
-        with closed(a.gates, Gate.SENDS), closed(b.gates, Gate.SENDS):
+        with cluster.closed(a, Gate.SENDS), cluster.closed(b, Gate.SENDS):
             waiting = [(a.ask(of_b), of_b), (b.ask(of_a), of_a)]
             cluster.serves(a)
             cluster.serves(b)
@@ -543,11 +504,11 @@ class TestAtTheSameTime:
     def test_all_waiting_requests_are_aborted(self, cluster: Cluster, under_way: str) -> None:
         """The fetch or load that they waited for goes on without them and leaves nothing. A later
         request is served from it."""
-        a, b, asked = cluster.a, cluster.b, fresh()
+        a, b, asked = *cluster.pair, fresh()
         cluster.hold(a if under_way == "fetch" else b, asked, cluster.original)
-        gates, gate = (a.gates, Gate.SENDS) if under_way == "fetch" else (b.gates, Gate.COPIES)
+        held_up, gate = (a, Gate.SENDS) if under_way == "fetch" else (b, Gate.COPIES)
         b.call("forget")
-        with closed(gates, gate):
+        with cluster.closed(held_up, gate):
             names = [f"{under_way} {number}" for number in range(12)]
             storm = [b.ask(asked, name=name) for name in names]
             cluster.wait_for_requests(b, len(storm))
@@ -567,7 +528,7 @@ class TestAtTheSameTime:
         staying: list[tuple[Future[Completion], list[int]]] = []
         leaving: list[tuple[Engine, str, Future[Completion]]] = []
         for number, asked in enumerate(prompts + prompts):
-            for engine in cluster.engines:
+            for engine in cluster.pair:
                 name = f"leaving {next(names)}"
                 staying.append((engine.ask(asked, 6), asked))
                 leaving.append((engine, name, engine.ask(prompts[number % 4], 20, name)))

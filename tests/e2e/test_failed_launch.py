@@ -18,16 +18,12 @@ import pytest
 
 from examples.local_cluster import LAUNCH_TIMEOUT, ClusterError, LocalCluster
 from examples.processes import until
-from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_for_engine, wait_until
-from tests.e2e.test_launch import nothing_left
+from tests.e2e.model import Model, wait_for_engine, wait_until
 from tests.harness import processes
 
 pytestmark = pytest.mark.long
 
-UID = "failing"
-MODEL = "fragile"
-FIRST, SECOND = f"{UID}-rep0", f"{UID}-rep1"
-SMALL = ARGUMENTS | {"max_model_len": 4096, "xavier_pool_bytes": "128MiB"}
+SMALL = {"max_model_len": 4096, "xavier_pool_bytes": "128MiB"}
 REGION_SOCKET = "@xinference-xavier-"
 ENDED = 300.0
 """Seconds for a launch's processes to end: a loading engine ends only when it has loaded."""
@@ -40,8 +36,13 @@ def folder(
     """A copy of the model that tests may damage, registered as `fragile`."""
     folder = tmp_path_factory.mktemp("fragile") / "model"
     shutil.copytree(model_folder, folder)
-    cluster.register(folder, MODEL)
+    cluster.register(folder, "fragile")
     return folder
+
+
+@pytest.fixture
+def model(cluster: LocalCluster, folder: Path) -> Model:
+    return Model(cluster, "failing")
 
 
 @contextlib.contextmanager
@@ -105,20 +106,25 @@ def left_memory() -> set[str]:
 
 
 @contextlib.contextmanager
-def nothing_stays(cluster: LocalCluster) -> Iterator[None]:
+def nothing_stays(model: Model) -> Iterator[None]:
     """No process, port, region, shared memory, model or tracker of the block outlives it."""
+    cluster = model.cluster
     before, memory = set(cluster.processes()), left_memory()
     assert not regions(cluster)
     yield
     processes.wait_gone(set(cluster.processes()) - before, ENDED)  # and their ports with them
     wait_until(lambda: not regions(cluster) and left_memory() <= memory, "no shared memory is left")
-    assert nothing_left(cluster, UID)
+    assert model.is_gone()
 
 
 @contextlib.contextmanager
-def launching(cluster: LocalCluster, replica: int, **more: object) -> Iterator[Future[None]]:
+def launching(model: Model, replica: int, **more: object) -> Iterator[Future[None]]:
     with ThreadPoolExecutor(1) as threads:
-        yield threads.submit(cluster.launch, MODEL, UID, replica=replica, **SMALL, **more)
+        yield threads.submit(model.launch, "fragile", replica=replica, **SMALL, **more)
+
+
+def wait_for_a_region(model: Model) -> None:
+    wait_for_engine(lambda: bool(regions(model.cluster)), "a replica has created its region")
 
 
 def appeared(replica: str) -> psutil.Process:
@@ -141,50 +147,47 @@ def appeared(replica: str) -> psutil.Process:
     ],
 )
 def test_a_second_replica_that_cannot_load_takes_the_first_along(
-    cluster: LocalCluster,
+    model: Model,
     folder: Path,
     damaged: Callable[[Path], contextlib.AbstractContextManager[None]],
     cause: str,
 ) -> None:
     """Its weights, memory or a module is missing: the user reads which."""
     with (
-        nothing_stays(cluster),
+        nothing_stays(model),
         contextlib.ExitStack() as damage,
-        launching(cluster, 2, trust_remote_code=True) as launch,
+        launching(model, 2, trust_remote_code=True) as launch,
     ):
-        with processes.frozen([appeared(SECOND)]):
-            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has created its region")
+        with processes.frozen([appeared(model.second)]):
+            wait_for_a_region(model)
             damage.enter_context(damaged(folder))
         with pytest.raises(ClusterError) as failure:
             launch.result()
     assert cause in str(failure.value)
 
 
-def test_a_launch_that_hangs_and_is_cancelled_leaves_nothing(
-    cluster: LocalCluster, folder: Path
-) -> None:
+def test_a_launch_that_hangs_and_is_cancelled_leaves_nothing(model: Model) -> None:
     """It hangs between the creation of a region and the readiness of its engine. Neither xinference
     nor vLLM has a time limit there, so only a cancellation ends it."""
     with (
-        nothing_stays(cluster),
-        launching(cluster, 2) as launch,
-        processes.frozen([appeared(SECOND)]),
+        nothing_stays(model),
+        launching(model, 2) as launch,
+        processes.frozen([appeared(model.second)]),
     ):
-        wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has created its region")
-        cluster.call("POST", f"/v1/models/{UID}/cancel")
+        wait_for_a_region(model)
+        model.cluster.call("POST", f"/v1/models/{model.uid}/cancel")
         with pytest.raises(ClusterError):
             launch.result()
 
 
 def test_an_engine_killed_before_it_is_ready_leaves_nothing_and_the_uid_is_free(
-    cluster: LocalCluster, folder: Path
+    model: Model,
 ) -> None:
-    with nothing_stays(cluster):
-        with launching(cluster, 1) as launch:
-            wait_for_engine(lambda: bool(regions(cluster)), f"{FIRST} has created its region")
-            processes.kill(processes.of_replica(FIRST).engine)
+    with nothing_stays(model):
+        with launching(model, 1) as launch:
+            wait_for_a_region(model)
+            processes.kill(processes.of_replica(model.first).engine)
             with pytest.raises(ClusterError, match="Engine core"):
                 launch.result()
-        cluster.launch(MODEL, UID, replica=1, **SMALL)
-        wait_for_engine(lambda: can_fetch(cluster, UID, 1), f"{FIRST} shares")
-        cluster.terminate(UID)
+        model.launch("fragile", replica=1, **SMALL)
+        model.cluster.terminate(model.uid)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from examples.local_cluster import LAUNCH_TIMEOUT, PASSWORD, USER, LocalCluster
-from tests.e2e.asking import CHUNK, published, question
 from tests.e2e.conftest import ROOT
+from tests.e2e.model import Model, question
 from tests.matrix.environments import link
 from tests.serving.ui.browser import Browser, open_browser
 from tests.serving.ui.launch_dialog import LaunchDialog, sign_in
@@ -129,7 +129,7 @@ def test_from_pip_install_to_a_remote_hit_on_the_page(
         lap("xinference-xavier doctor")
 
         browser.find('nav a[href="/xavier/"]').click()
-        watch_a_hit(browser, xinference)
+        watch_a_hit(browser, Model(xinference, MODEL))
         assert not browser.complaints()
         lap("the page")
 
@@ -141,29 +141,25 @@ def test_from_pip_install_to_a_remote_hit_on_the_page(
         browser.wait(lambda: again.sharing, "the switch is on from the launch history")
 
 
-def watch_a_hit(browser: Browser, xinference: LocalCluster) -> None:
+def watch_a_hit(browser: Browser, model: Model) -> None:
     """On the page, which updates by itself."""
     browser.wait_text("#live", "Live")
     browser.wait_text(".head h2", MODEL)
-    names = [replica["replica"] for replica in xinference.xavier(MODEL)["replicas"]]
-    assert len(names) == 2
-    for name in names:
+    for name in (model.first, model.second):
         browser.wait_text("#replicas", name)
         browser.wait_text("#events", f"{name} joined")
-    browser.find("#routing-off").click()  # or the second request would follow the first
+    browser.find("#routing-off").click()
     browser.wait(
         lambda: browser.find("#routing-off").get_attribute("aria-pressed") == "true",
         "replicas answer in turn",
     )
     fetches = int(browser.text("#fetches"))
-    _, first = published(xinference, MODEL, lambda: xinference.complete(MODEL, question(400)))
-    second = xinference.complete(MODEL, question(400))
-    assert second.cached_tokens == first.prompt_tokens // CHUNK * CHUNK
+    model.share(model.first, model.second, question(400))
     browser.wait_text("#fetches", f"{fetches + 1}")
-    remote = xinference.xavier(MODEL)["totals"]["hits"]["remote"]
+    remote = model.status()["totals"]["hits"]["remote"]
     browser.wait_text("#source-list", f"({remote:,})")
     link = browser.text("#links tbody")
-    assert any(link.startswith(f"{donor} {consumer} ") for donor, consumer in (names, names[::-1]))
+    assert f"{model.first} {model.second} " in link
     assert "MiB" in link
     browser.wait_text("#helps", "Yes")
     browser.run("scrollTo(0, 0)")

@@ -10,28 +10,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.local_cluster import Completion
-from tests.e2e.asking import CHUNK, published, question
-from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_for_engine, wait_until
-from tests.harness.clusters import (
-    SUPERVISOR,
-    WORKER_PORT,
-    HostCluster,
-    allow_only_what_is_needed,
-)
-from tests.harness.hosts import Hosts
+from tests.e2e.conftest import ROOT
+from tests.e2e.model import CHUNK, Model, question, wait_until
+from tests.harness.clusters import REST_PORT, SUPERVISOR, SUPERVISOR_PORT, WORKER_PORT, HostCluster
+from tests.harness.hosts import Admitted, Hosts
 from xinference_xavier.runtime.addresses import split_address
 
 pytestmark = pytest.mark.long
 
-UID = "hosts"
 FIRST, SECOND = WORKERS = ("first", "second")
 PORTS = range(23000, 23012)
+OPTIONS = {
+    "xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}",
+    "xavier_pool_bytes": "1GiB",  # everything that these tests compute
+}
 TIMEOUT = 5.0  # xavier_fetch_timeout's default
 LEASE = 10.0
 MEGABITS = 160
@@ -42,8 +41,34 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], sys.argv[2
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
+    """Hosts with firewalls. Workers reach each other only on `xavier_port_range` and, for Gloo, the
+    ephemeral ports. In addition, xinference 4.1 needs:
+
+    - from workers to the supervisor's host: its REST port (at start, and after the supervisor was
+      lost) and its actor port, which the trackers share;
+    - from the supervisor to a worker's host: the worker's port, `xavier_port_range`, on which the
+      tracker asks replicas for figures, and each model process's, which is any ephemeral port.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [(low, high), (PORTS[0], PORTS[-1])]
     with Hosts(SUPERVISOR, *WORKERS) as hosts:
-        allow_only_what_is_needed(hosts, WORKERS, PORTS)
+        us, supervisor, *workers = hosts.our_address, *map(hosts.address, (SUPERVISOR, *WORKERS))
+        hosts.admit_only(
+            SUPERVISOR, [Admitted(each, REST_PORT, SUPERVISOR_PORT) for each in (us, *workers)]
+        )
+        # The tests ask model processes too, like the supervisor's REST process.
+        for worker in WORKERS:
+            hosts.admit_only(
+                worker,
+                [
+                    *(Admitted(each, WORKER_PORT, WORKER_PORT) for each in (us, supervisor)),
+                    *(
+                        Admitted(each, *span)
+                        for each in {us, supervisor, *workers} - {hosts.address(worker)}
+                        for span in ports
+                    ),
+                ],
+            )
         yield hosts
 
 
@@ -52,26 +77,29 @@ def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
     log = ROOT / "build" / "test-hosts.log"
     with HostCluster(log, hosts, workers=WORKERS) as cluster:
         cluster.register(model_folder, "small")
-        launch(cluster)
         yield cluster
 
 
-def launch(cluster: HostCluster, **options: str) -> None:
-    # The pools hold everything that these tests compute.
-    options |= {"xavier_port_range": f"{PORTS[0]}-{PORTS[-1]}", "xavier_pool_bytes": "1GiB"}
-    cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
-    wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+@pytest.fixture(scope="module")
+def model(cluster: HostCluster) -> Model:
+    model = Model(cluster, "hosts")
+    model.launch(**OPTIONS)
+    return model
 
 
-def replica_at(cluster: HostCluster, hosts: Hosts, name: str) -> dict[str, Any]:
+def replica_at(model: Model, host: str) -> dict[str, Any]:
     """The tracker's entry for the replica on that host."""
-    found: list[dict[str, Any]] = [
-        replica
-        for replica in cluster.members(UID).values()
-        if split_address(replica["address"])[0] == hosts.address(name)
-    ]
-    (replica,) = found
-    return replica
+    worker = model.cluster.workers[host]
+    (name,) = (
+        status["replica_model_uid"]
+        for status in model.cluster.replicas(model.uid)
+        if status["worker_address"] == worker
+    )
+    return model.replicas()[name]
+
+
+def at(model: Model, host: str) -> str:
+    return str(replica_at(model, host)["replica"])
 
 
 def decided(replica: dict[str, Any]) -> int:
@@ -81,138 +109,105 @@ def decided(replica: dict[str, Any]) -> int:
     return sum(rolled_back.values(), start=int(fetches["committed"]))
 
 
-def compute(cluster: HostCluster, hosts: Hosts, name: str, seed: int) -> Completion:
-    """Have the replica on that host compute a document; return when it has published it."""
-    _, cold = published(
-        cluster,
-        UID,
-        lambda: cluster.complete_at(name, UID, question(seed)),
-        by=replica_at(cluster, hosts, name)["incarnation"],
-    )
-    return cold
+def share(model: Model, donor: str, consumer: str, seed: int) -> Completion:
+    return model.share(at(model, donor), at(model, consumer), question(seed))
 
 
-def share(cluster: HostCluster, hosts: Hosts, donor: str, consumer: str, seed: int) -> Completion:
-    """A remote hit: the consumer's answer with all whole chunks from the donor."""
-    cold = compute(cluster, hosts, donor, seed)
-    hit = cluster.complete_at(consumer, UID, question(seed))
-    assert cold.cached_tokens == 0
-    assert hit.cached_tokens == cold.prompt_tokens // CHUNK * CHUNK
-    assert hit.tokens == cold.tokens
-    return hit
-
-
-def test_replicas_tell_their_peers_their_hosts_own_addresses(
-    cluster: HostCluster, hosts: Hosts
-) -> None:
-    found = cluster.members(UID).values()
-    addresses = [split_address(replica["address"]) for replica in found]
+def test_replicas_tell_their_peers_their_hosts_own_addresses(model: Model, hosts: Hosts) -> None:
+    addresses = [split_address(each["address"]) for each in model.replicas().values()]
     assert sorted(host for host, _ in addresses) == sorted(map(hosts.address, WORKERS))
     assert all(port in PORTS for _, port in addresses)
 
 
 @pytest.mark.parametrize(("donor", "consumer"), [(FIRST, SECOND), (SECOND, FIRST)])
 def test_what_one_host_computed_the_other_fetches_through_both_firewalls(
-    cluster: HostCluster, hosts: Hosts, donor: str, consumer: str
+    model: Model, hosts: Hosts, donor: str, consumer: str
 ) -> None:
     """Between the two, only `xavier_port_range` and the ephemeral ports are open."""
     seed = 400 + WORKERS.index(donor)
-    before = replica_at(cluster, hosts, consumer)
+    before = replica_at(model, consumer)
     left = hosts.sent(donor)
-    hit = share(cluster, hosts, donor, consumer, seed)
+    hit = share(model, donor, consumer, seed)
+    after = replica_at(model, consumer)
     bytes_hit = hit.cached_tokens // CHUNK * before["pool"]["row_bytes"]
-    wait_until(
-        lambda: (
-            replica_at(cluster, hosts, consumer)["bytes_received"]
-            == before["bytes_received"] + bytes_hit
-        ),
-        "the consumer has counted the bytes",
-    )
+    assert after["bytes_received"] == before["bytes_received"] + bytes_hit
     assert hosts.sent(donor) - left > bytes_hit
-    by_gloo = replica_at(cluster, hosts, consumer)
-    assert by_gloo["transport"] == "gloo", "hosts share no memory"
-    alone = cluster.complete_at(consumer, UID, question(seed), cache_salt="alone")
+    assert after["transport"] == "gloo", "hosts share no memory"
+    alone = model.ask(after["replica"], question(seed), cache_salt="alone")
     assert alone.cached_tokens == 0
     assert alone.tokens == hit.tokens
 
 
-def test_the_firewalls_admit_nothing_else(cluster: HostCluster, hosts: Hosts) -> None:
+def test_the_firewalls_admit_nothing_else(model: Model, hosts: Hosts) -> None:
     """Otherwise the test above would say nothing about ports."""
-    _, engine_port = split_address(replica_at(cluster, hosts, FIRST)["address"])
-    assert reaches(hosts, SECOND, FIRST, engine_port)
-    assert not reaches(hosts, SECOND, FIRST, WORKER_PORT)
-    assert reaches(hosts, SUPERVISOR, FIRST, WORKER_PORT)
+    _, engine_port = split_address(replica_at(model, FIRST)["address"])
+    assert reaches_first(hosts, SECOND, engine_port)
+    assert not reaches_first(hosts, SECOND, WORKER_PORT)
+    assert reaches_first(hosts, SUPERVISOR, WORKER_PORT)
 
 
-def reaches(hosts: Hosts, source: str, target: str, port: int) -> bool:
-    words = [sys.executable, "-c", CONNECT, hosts.address(target), str(port)]
+def reaches_first(hosts: Hosts, source: str, port: int) -> bool:
+    words = [sys.executable, "-c", CONNECT, hosts.address(FIRST), str(port)]
     return hosts.run(source, words, stderr=subprocess.DEVNULL).wait() == 0
 
 
 @pytest.mark.parametrize("seconds", [1, 5, 30])
 def test_a_cut_in_the_middle_of_a_transfer_costs_a_recomputation_at_most(
-    cluster: HostCluster, hosts: Hosts, seconds: int
+    model: Model, hosts: Hosts, seconds: int
 ) -> None:
     """The donor's link is down for a while. The consumer's answer is right and in time, and once
     the link is back there are hits again without intervention. After a cut longer than the lease,
     the tracker drops the donor, which rejoins as the same incarnation."""
     seed = 410 + seconds
-    both = cluster.members(UID).keys()
-    cold = compute(cluster, hosts, FIRST, seed)
-    before = replica_at(cluster, hosts, SECOND)
+    both = model.incarnations()
+    cold = model.compute(at(model, FIRST), question(seed))
+    before = replica_at(model, SECOND)
     document_bytes = cold.prompt_tokens // CHUNK * before["pool"]["row_bytes"]
-    answers: list[Completion] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(cluster.complete_at(SECOND, UID, question(seed)))
-    )
-    with hosts.slow(FIRST, MEGABITS):
+    with ThreadPoolExecutor(1) as client, hosts.slow(FIRST, MEGABITS):
         left = hosts.sent(FIRST)
-        asking.start()
+        asking = client.submit(model.answer, before["replica"], question(seed))
         wait_until(lambda: hosts.sent(FIRST) - left > MIDWAY_BYTES, "the transfer is on its way")
         with hosts.cut(FIRST):
             cut_at = time.monotonic()
             assert hosts.sent(FIRST) - left < document_bytes
             if seconds > LEASE:
-                wait_until(lambda: can_fetch(cluster, UID, 1), "the donor's lease has ended")
+                wait_until(lambda: model.is_sharing(1), "the donor's lease has ended")
             threading.Event().wait(cut_at + seconds - time.monotonic())
-    asking.join()
-    (answer,) = answers
+    answer = asking.result()
     assert answer.tokens == cold.tokens
     assert answer.seconds < TIMEOUT + 10 * cold.seconds  # decided by the deadline, then computed
-    after = replica_at(cluster, hosts, SECOND)
+    after = replica_at(model, SECOND)
     assert decided(after) == decided(before) + 1
     if seconds >= TIMEOUT:
         assert after["fetches"]["committed"] == before["fetches"]["committed"]
 
-    wait_until(lambda: can_fetch(cluster, UID, 2), "both are members")
-    assert cluster.members(UID).keys() == both
-    share(cluster, hosts, FIRST, SECOND, seed + 100)
-    share(cluster, hosts, SECOND, FIRST, seed + 200)
+    wait_until(model.is_sharing, "both are members")
+    assert model.incarnations() == both
+    share(model, FIRST, SECOND, seed + 100)
+    share(model, SECOND, FIRST, seed + 200)
 
 
-def test_a_host_reads_the_other_by_nixl(cluster: HostCluster, hosts: Hosts) -> None:
+def test_a_host_reads_the_other_by_nixl(model: Model) -> None:
     """Over TCP here, through both firewalls."""
-    cluster.terminate(UID)
-    launch(cluster, xavier_transport="nixl")
-    share(cluster, hosts, FIRST, SECOND, 440)
-    share(cluster, hosts, SECOND, FIRST, 441)
+    model.cluster.terminate(model.uid)
+    model.launch(**OPTIONS, xavier_transport="nixl")
+    share(model, FIRST, SECOND, 440)
+    share(model, SECOND, FIRST, 441)
     for worker in WORKERS:
-        replica = replica_at(cluster, hosts, worker)
+        replica = replica_at(model, worker)
         assert (replica["transport"], replica["fetches"]["rolled_back"]) == ("nixl", {})
 
 
 def test_a_host_lost_for_good_is_forgotten_and_the_other_answers(
-    cluster: HostCluster, hosts: Hosts
+    model: Model, cluster: HostCluster
 ) -> None:
     """Last in this module, because it costs a host."""
-    cold = compute(cluster, hosts, FIRST, 450)
+    lost, left = at(model, FIRST), at(model, SECOND)
+    cold = model.compute(lost, question(450))
     cluster.lose(FIRST)
-    answer = cluster.complete_at(SECOND, UID, question(450))
+    answer = model.answer(left, question(450))
     assert answer.tokens == cold.tokens
     assert answer.seconds < TIMEOUT + 10 * cold.seconds
-    wait_until(lambda: len(cluster.xavier(UID)["replicas"]) == 1, "the lost replica's lease ended")
-    (left,) = cluster.xavier(UID)["replicas"]
-    assert split_address(left["address"])[0] == hosts.address(SECOND)
-    assert cluster.xavier(UID)["totals"]["holdings"] == left["holdings"]
-    again = cluster.complete_at(SECOND, UID, question(451))
-    assert again.cached_tokens == 0
+    wait_until(lambda: [*model.replicas()] == [left], "the lost replica's lease ended")
+    assert model.status()["totals"]["holdings"] == model.replicas()[left]["holdings"]
+    assert model.answer(left, question(451)).cached_tokens == 0

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from examples.local_cluster import LocalCluster
-from tests.e2e.conftest import ARGUMENTS, ROOT, can_fetch, wait_for_engine
+from tests.e2e.conftest import ROOT
+from tests.e2e.model import Model
 from tests.harness import processes
 
 pytestmark = pytest.mark.long
@@ -55,14 +56,14 @@ def test_after_cancelled_calls_lost_replicas_and_terminated_models(
     log = ROOT / "build" / "test-idle.log"
     with LocalCluster(log, host="0.0.0.0", environment={"PYTHONPATH": str(ROOT)}) as cluster:
         cluster.register(model_folder, "small")
-        cluster.launch("small", UID, **ARGUMENTS)
-        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "both replicas can fetch")
+        model = Model(cluster, UID)
+        model.launch()
         asyncio.run(ask_and_leave(cluster.endpoint, CANCELLED))
 
-        processes.kill(processes.of_replica(f"{UID}-rep0").model)
-        wait_for_engine(lambda: can_fetch(cluster, UID, 1), "the lost one is forgotten")
-        wait_for_engine(lambda: can_fetch(cluster, UID, 2), "xinference has started it again")
-        cluster.launch("small", "terminated", replica=1, **ARGUMENTS)
+        lost = model.replicas()[model.first]["incarnation"]
+        processes.kill(processes.of_replica(model.first).model)
+        model.wait_until_sharing(without=lost)  # xinference has started it again
+        Model(cluster, "terminated").launch(replica=1)
         cluster.terminate("terminated")
 
         shares = shares_of_a_core(cluster.processes())

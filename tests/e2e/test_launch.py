@@ -1,12 +1,18 @@
 """Launches that cannot work are refused with a helpful message and leave nothing behind."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from examples.local_cluster import ClusterError, LocalCluster
-from tests.e2e.asking import tracker_exists
-from tests.e2e.conftest import ARGUMENTS
+from tests.e2e.model import Model
 
-UID = "refused"
+
+@pytest.fixture
+def refused(cluster: LocalCluster) -> Iterator[Model]:
+    model = Model(cluster, "refused")
+    yield model
+    assert model.is_gone()
 
 
 @pytest.mark.parametrize(
@@ -20,12 +26,11 @@ UID = "refused"
     ],
 )
 def test_bad_input_is_refused_before_anything_exists(
-    cluster: LocalCluster, options: dict[str, object], sentence: str
+    refused: Model, options: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ClusterError, match="400") as refusal:
-        cluster.launch("small", UID, **ARGUMENTS | options)
+        refused.launch(**options)
     assert sentence in str(refusal.value)
-    assert nothing_left(cluster)
 
 
 @pytest.mark.parametrize(
@@ -41,28 +46,18 @@ def test_bad_input_is_refused_before_anything_exists(
     ],
 )
 def test_a_launch_of_the_built_in_xavier_reaches_it(
-    cluster: LocalCluster, arguments: dict[str, object], sentence: str
+    refused: Model, arguments: dict[str, object], sentence: str
 ) -> None:
     """Its engines are not here, but xinference says what it does not like about the arguments."""
     with pytest.raises(ClusterError) as refusal:
-        cluster.launch("small", UID, enable_xavier=True, **arguments)
+        refused.cluster.launch("small", refused.uid, enable_xavier=True, **arguments)
     assert sentence in str(refusal.value)
-    assert nothing_left(cluster)
 
 
-def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(
-    cluster: LocalCluster,
-) -> None:
+def test_what_only_the_engine_can_know_fails_the_launch_with_its_own_words(refused: Model) -> None:
     with pytest.raises(ClusterError) as failure:
-        cluster.launch("small", UID, replica=1, **ARGUMENTS | {"xavier_chunk_tokens": 200})
+        refused.launch(replica=1, xavier_chunk_tokens=200)
     sentence = (
         "xavier_chunk_tokens=200 is not a multiple of the model's block size, 128 tokens; use 256"
     )
     assert sentence in str(failure.value)
-    assert nothing_left(cluster)
-
-
-def nothing_left(cluster: LocalCluster, uid: str = UID) -> bool:
-    """There is neither a model nor a tracker of this uid."""
-    models = cluster.call("GET", "/v1/models")["data"]
-    return all(model["id"] != uid for model in models) and not tracker_exists(cluster, uid)

@@ -13,142 +13,88 @@ tells the others. test_sharing.py kills a transfer process.
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import psutil
 import pytest
 import xoscar
 
-from examples.local_cluster import Completion
-from tests.e2e import asking
-from tests.e2e.asking import CHUNK, published
-from tests.e2e.conftest import REPLICAS, SEPARATE_UID, can_fetch, wait_for_engine, wait_until
+from tests.e2e.model import Model, question, wait_for_engine, wait_until
 from tests.harness import processes
-from tests.harness.clusters import SeparateCluster
 
 pytestmark = pytest.mark.long
 
-UID = SEPARATE_UID
-FIRST, SECOND = REPLICAS
-question = partial(asking.question, rows=30)  # about 1,500 tokens
+short_question = partial(question, rows=30)  # about 1,500 tokens
 
 
-@pytest.fixture
-def model(separate_cluster: SeparateCluster) -> SeparateCluster:
-    wait_for_engine(lambda: can_fetch(separate_cluster, UID, 2), "both replicas can fetch")
-    return separate_cluster
-
-
-def members(cluster: SeparateCluster) -> dict[str, dict[str, Any]]:
-    return cluster.members(UID)
-
-
-def member_of(cluster: SeparateCluster, replica: str) -> dict[str, Any]:
-    (member,) = (each for each in members(cluster).values() if each["replica"] == replica)
-    return member
-
-
-def compute(cluster: SeparateCluster, replica: str, seed: int) -> Completion:
-    """Have that replica compute a document's question; return when its chunks are published."""
-    incarnation = member_of(cluster, replica)["incarnation"]
-    _, answer = published(
-        cluster, UID, lambda: cluster.ask(replica, question(seed)), by=incarnation
-    )
-    assert answer.cached_tokens == 0
-    return answer
-
-
-def assert_shares(cluster: SeparateCluster, donor: str, consumer: str, seed: int) -> None:
-    """What `donor` computes is a remote hit at `consumer`, with the same answer."""
-    cold = compute(cluster, donor, seed)
-    received = member_of(cluster, consumer)["bytes_received"]
-    answer = cluster.ask(consumer, question(seed))
-    assert answer.tokens == cold.tokens
-    assert answer.cached_tokens == cold.prompt_tokens // CHUNK * CHUNK
-    assert member_of(cluster, consumer)["bytes_received"] > received
-
-
-def wait_back(cluster: SeparateCluster, replica: str, old: str) -> float:
+def wait_back(model: Model, replica: str, old: str) -> float:
     """Wait until the replica whose incarnation was `old` is ready again and shares. Returns the
     seconds between the two."""
 
-    def answers() -> bool:
-        states = {r["replica_model_uid"]: r["model_state"] for r in cluster.replicas(UID)}
-        return states.get(replica) == "ready" and bool(_model_of(replica))
+    def is_ready() -> bool:
+        known = {each["replica_model_uid"]: each for each in model.cluster.replicas(model.uid)}
+        return known.get(replica, {}).get("model_state") == "ready" and has_engine(replica)
 
-    wait_for_engine(answers, f"{replica} is ready again")
+    wait_for_engine(is_ready, f"{replica} is ready again")
     ready = time.monotonic()
-    wait_until(
-        lambda: old not in members(cluster) and can_fetch(cluster, UID, 2),
-        f"{replica} has joined as another incarnation",
-    )
+    wait_until(lambda: model.is_sharing(without=old), f"{replica} has joined again")
     return time.monotonic() - ready
 
 
-def _model_of(replica: str) -> psutil.Process | None:
+def has_engine(replica: str) -> bool:
     try:
-        return processes.of_replica(replica).model
+        return bool(processes.of_replica(replica))
     except LookupError:
-        return None
+        return False
 
 
-def test_a_replica_that_hangs_is_dropped_and_joins_again_by_itself(model: SeparateCluster) -> None:
+def test_a_replica_that_hangs_is_dropped_and_joins_again_by_itself(separate: Model) -> None:
     """Suspended for longer than its lease, it is no longer a donor. Resumed, it shares again by
     itself, as the same incarnation with all of its holdings."""
-    cold = compute(model, FIRST, 400)
-    member = member_of(model, FIRST)
-    hung = processes.of_member(member)
-    with processes.frozen(hung.all()):
-        wait_until(lambda: member["incarnation"] not in members(model), "its lease has ended")
-        alone = model.ask(SECOND, question(400))  # no other replica holds it
-        assert alone.tokens == cold.tokens
-        assert alone.cached_tokens == 0
-    wait_until(lambda: member["incarnation"] in members(model), "it has joined again")
+    cold = separate.compute(separate.first, short_question(400))
+    member = separate.replicas()[separate.first]
+    with processes.frozen(processes.of_member(member).all()):
+        wait_until(lambda: separate.first not in separate.replicas(), "its lease has ended")
+        # No other replica holds it.
+        assert separate.compute(separate.second, short_question(400)).tokens == cold.tokens
+    wait_until(lambda: separate.first in separate.replicas(), "it has joined again")
     wait_until(
-        lambda: members(model)[member["incarnation"]]["holdings"] >= member["holdings"],
+        lambda: separate.replicas()[separate.first]["holdings"] >= member["holdings"],
         "its holdings are published again",
     )
-    assert_shares(model, FIRST, SECOND, 401)
-    assert_shares(model, SECOND, FIRST, 402)
+    assert separate.replicas()[separate.first]["incarnation"] == member["incarnation"]
+    separate.share(separate.first, separate.second, short_question(401))
+    separate.share(separate.second, separate.first, short_question(402))
 
 
 @pytest.mark.parametrize(
-    ("replica", "survivor", "victim", "seed"),
-    [
-        (FIRST, SECOND, "worker", 410),
-        (SECOND, FIRST, "engine", 420),
-        (FIRST, SECOND, "model", 430),
-    ],
+    ("victim", "number", "seed"), [("worker", 0, 410), ("engine", 1, 420), ("model", 0, 430)]
 )
 def test_a_killed_replica_comes_back_and_shares(
-    model: SeparateCluster,
-    replica: str,
-    survivor: str,
+    separate: Model,
     victim: str,
+    number: int,
     seed: int,
     record_property: Callable[[str, object], None],
 ) -> None:
     """The dead incarnation's entries disappear, the survivor answers throughout, and the replica
     that xinference starts in its place shares."""
-    cold = compute(model, replica, seed)
-    member = member_of(model, replica)
+    both = (separate.first, separate.second)
+    replica, survivor = both[number], both[1 - number]
+    cold = separate.compute(replica, short_question(seed))
+    member = separate.replicas()[replica]
     doomed = processes.of_member(member)
-    process = doomed.workers[0] if victim == "worker" else getattr(doomed, victim)
-    processes.kill(process)
+    processes.kill(doomed.workers[0] if victim == "worker" else getattr(doomed, victim))
     # If only the engine died, the model process stays until its next request.
-    left = doomed.all()[1:] if victim != "model" else doomed.all()
-    processes.wait_gone(left)
+    processes.wait_gone(doomed.all() if victim == "model" else doomed.all()[1:])
 
-    answer = model.ask(survivor, question(seed))
-    assert answer.tokens == cold.tokens
-    wait_until(lambda: member["incarnation"] not in members(model), "the dead one is dropped")
+    assert separate.answer(survivor, short_question(seed)).tokens == cold.tokens
+    wait_until(lambda: member["incarnation"] not in separate.incarnations(), "it is dropped")
     if victim != "model":
         with pytest.raises((OSError, xoscar.ServerClosed)):
-            model.ask(replica, question(seed + 1))
+            separate.answer(replica, short_question(seed + 1))
     processes.wait_gone(doomed.all())
 
-    seconds = wait_back(model, replica, member["incarnation"])
+    seconds = wait_back(separate, replica, member["incarnation"])
     record_property("seconds from ready until it shares", seconds)
-    assert_shares(model, survivor, replica, seed + 2)
-    assert_shares(model, replica, survivor, seed + 3)
-    assert member["incarnation"] not in members(model)
+    separate.share(survivor, replica, short_question(seed + 2))
+    separate.share(replica, survivor, short_question(seed + 3))
+    assert member["incarnation"] not in separate.incarnations()

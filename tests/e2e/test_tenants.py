@@ -16,62 +16,60 @@ from examples.local_cluster import (
     LocalCluster,
     greedy,
 )
-from tests.e2e.asking import CHUNK, published, question
 from tests.e2e.conftest import ROOT, launched
+from tests.e2e.model import CHUNK, Model, question, wait_until
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
 
 pytestmark = pytest.mark.engine
 
-UID = "tenants"
-
 
 @pytest.fixture(scope="module")
-def cluster(model_folder: Path) -> Iterator[LocalCluster]:
+def model(model_folder: Path) -> Iterator[Model]:
     log = ROOT / "build" / "test-tenants.log"
     environment = {"PYTHONPATH": str(ROOT), "XINFERENCE_XAVIER_TENANTS": "api_key"}
     with LocalCluster(log, accounts=True, environment=environment) as cluster:
         cluster.register(model_folder, "small")
-        with launched(cluster, UID):
-            yield cluster
+        with launched(cluster, "tenants") as model:
+            yield model
 
 
-def test_two_keys_share_nothing_and_one_shares_with_itself(cluster: LocalCluster) -> None:
+def test_two_keys_share_nothing_and_one_shares_with_itself(model: Model) -> None:
     one, other = (
-        cluster.call("POST", "/v1/admin/keys", {"name": name})["key"] for name in ("one", "other")
+        model.cluster.call("POST", "/v1/admin/keys", {"name": name})["key"]
+        for name in ("one", "other")
     )
 
     def ask(key: str, **more: object) -> Completion:
         answer = requests.post(
-            f"{cluster.endpoint}/v1/completions",
-            json={"model": UID, "prompt": question(1), **greedy(), **more},
+            f"{model.endpoint}/v1/completions",
+            json={"model": model.uid, "prompt": question(1), **greedy(), **more},
             headers={"Authorization": f"Bearer {key}"},
             timeout=REQUEST_TIMEOUT,
         )
         answer.raise_for_status()
         return Completion.from_json(answer.json(), 0.0)
 
-    _, first = published(cluster, UID, lambda: ask(one))
+    def held(key: str, **more: str) -> list[bool]:
+        with XavierClient(model.endpoint, key) as client:
+            chunks = client.explain(model.uid, question(1), **more).chunks
+        return [bool(chunk.holders) for chunk in chunks]
+
+    first = ask(one)
+    whole = first.prompt_tokens // CHUNK
+    wait_until(lambda: held(one) == [True] * whole, "all of it is published")
     second = ask(one)  # the other replica's turn
-    assert (first.cached_tokens, second.cached_tokens) == (0, first.prompt_tokens // CHUNK * CHUNK)
+    assert (first.cached_tokens, second.cached_tokens) == (0, whole * CHUNK)
     assert first.tokens == second.tokens
     for stranger in (ask(other), ask(other, cache_salt="a"), ask(one, cache_salt="a")):
         assert stranger.cached_tokens == 0
         assert stranger.tokens == first.tokens
-
-    def held(key: str, **more: str) -> list[bool]:
-        with XavierClient(cluster.endpoint, key) as client:
-            chunks = client.explain(UID, question(1), **more).chunks
-        return [bool(chunk.holders) for chunk in chunks]
-
-    whole = first.prompt_tokens // CHUNK
-    assert held(one) == [True] * whole
     assert held(one, cache_salt="b") == [False] * whole
 
 
-def test_an_operator_tries_whether_sharing_helps(cluster: LocalCluster) -> None:
+def test_an_operator_tries_whether_sharing_helps(model: Model) -> None:
     account = {"username": USER, "password": PASSWORD}
-    token = cluster.call("POST", "/token", account)["access_token"]
-    words = ["try", UID, "-e", cluster.endpoint, "-k", token, "--tokens", "1000"]
+    token = model.cluster.call("POST", "/token", account)["access_token"]
+    words = ["try", model.uid, "-e", model.endpoint, "-k", token, "--tokens", "1000"]
     tried = CliRunner().invoke(main, words)
     assert tried.exit_code == 0, tried.output

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,16 +11,15 @@ import pytest
 
 from examples import long_document_questions
 from examples.local_cluster import START_TIMEOUT, STOP_TIMEOUT, Leftovers
-from tests.e2e.conftest import ARGUMENTS, ROOT, wait_until
-from tests.harness.clusters import REST_PORT, SUPERVISOR, WORKER_PORT, HostCluster
+from tests.e2e.conftest import ROOT
+from tests.e2e.model import Model
+from tests.harness.clusters import PROGRAMS, REST_PORT, SUPERVISOR, WORKER_PORT, HostCluster
 from tests.harness.hosts import Admitted, Hosts
 
 pytestmark = pytest.mark.long
 
-UID = "two-hosts"
 SCRIPT = ROOT / "examples" / "two_hosts.sh"
 FIRST, SECOND = SUPERVISOR, "second"
-PROGRAMS = Path(sys.executable).parent
 EPHEMERAL = (32768, 60999)
 
 
@@ -30,10 +28,10 @@ class ScriptCluster(HostCluster):
 
     def _start_servers(self, home: Path) -> None:
         first, second = (self._hosts.address(name) for name in (FIRST, SECOND))
-        self._server = self._run(home, FIRST, str(SCRIPT), ["first", first])
+        self._server = self._run(FIRST, SCRIPT, ["first", first])
         self._wait("the supervisor answers", START_TIMEOUT, self._answers)
-        self._workers[SECOND] = self._run(home, SECOND, str(SCRIPT), ["second", second, first])
-        self._wait("the workers have registered", START_TIMEOUT, self._all_registered)
+        self._workers[SECOND] = self._run(SECOND, SCRIPT, ["second", second, first])
+        self._wait_for_workers()
 
     def stop(self) -> Leftovers:
         """Stop the second machine first, because an xinference worker waits long for a lost
@@ -58,33 +56,29 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def cluster(hosts: Hosts, model_folder: Path) -> Iterator[HostCluster]:
+def model(hosts: Hosts, model_folder: Path) -> Iterator[Model]:
     # As on any machine: the programs are in PATH, and only the script names the extension.
     environment = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "XINFERENCE_EXTENSIONS": ""}
     log = ROOT / "build" / "test-two-hosts.log"
     workers = (FIRST, SECOND)
     with ScriptCluster(log, hosts, workers=workers, environment=environment) as cluster:
         cluster.register(model_folder, "small")
-        options = {"xavier_host": f"{hosts.address(FIRST)}/24"}  # the network of both
-        cluster.launch("small", UID, replica=2, **ARGUMENTS | options)
-        yield cluster
+        model = Model(cluster, "two-hosts")
+        model.launch(xavier_host=f"{hosts.address(FIRST)}/24")  # the network of both
+        yield model
 
 
 def test_a_document_that_one_has_read_the_other_copies(
-    cluster: HostCluster, hosts: Hosts, capsys: pytest.CaptureFixture[str]
+    model: Model, hosts: Hosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def replicas() -> list[dict[str, object]]:
-        return [each for each in cluster.xavier(UID)["replicas"] if each.get("transfer_pid")]
-
-    wait_until(lambda: len(replicas()) == 2, "both replicas can fetch")
-    found = {str(each["address"]).rpartition(":")[0] for each in replicas()}
+    found = {each["address"].rpartition(":")[0] for each in model.replicas().values()}
     assert found == {hosts.address(FIRST), hosts.address(SECOND)}
-    words = f"--endpoint {cluster.endpoint} --model {UID} --max-tokens 4"
+    words = f"--endpoint {model.endpoint} --model {model.uid} --max-tokens 4"
     long_document_questions.main(f"{words} --documents 1 --rows 40 --questions 2".split())
     shown = re.findall(r" s to the first token, .* ([\d,]+) remote, ", capsys.readouterr().out)
     computed, copied = (int(tokens.replace(",", "")) for tokens in shown)
     assert computed == 0
     assert copied > 1000
-    doctor = [PROGRAMS / "xinference-xavier", "doctor", "--endpoint", cluster.endpoint]
+    doctor = [PROGRAMS / "xinference-xavier", "doctor", "--endpoint", model.endpoint]
     done = subprocess.run(doctor, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr  # it could look, whatever it found

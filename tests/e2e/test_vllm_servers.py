@@ -1,8 +1,11 @@
 """Two of vLLM's own API servers, without xinference, as users start them: adapters by flag and by
-route, requests of adapters only, a chat that is streamed, and a restart."""
+route, requests of adapters only, a chat that is streamed, a restart, and the example's script."""
 
+import asyncio
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,26 +15,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 import pytest
+import xoscar
 
+from examples.plain_vllm import ask
 from examples.processes import answers, end, free_port, start
-from tests.e2e.asking import CHUNK, question
-from tests.e2e.conftest import ROOT, wait_for_engine, wait_until
-from tests.e2e.plain import (
-    ARGUMENTS,
-    ENVIRONMENT,
-    HOST,
-    UID,
-    replicas,
-    serve,
-    wait_until_compared,
-)
+from tests.e2e.conftest import ROOT
+from tests.e2e.model import CHUNK, question, wait_for_engine, wait_until
 from tests.e2e.text_routes import CHAT, COMPLETIONS
 from tests.harness.engines import ANSWER_PATIENCE
 from tests.models.adapters import write_adapter
+from xinference_xavier.protocol.tracker import tracker_uid
 
 PROGRAMS = Path(sys.executable).parent
 XAVIER = PROGRAMS / "xinference-xavier"
+SCRIPT = ROOT / "examples" / "plain_vllm" / "serve.sh"
+HOST, UID = "127.0.0.1", "plain"
+ARGUMENTS = (
+    *("--block-size", "128", "--dtype", "float32"),
+    *("--enforce-eager", "--max-model-len", "4096"),
+)
+ENVIRONMENT = os.environ | {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONPATH": str(ROOT),
+}
 BY_FLAG, BY_ROUTE = "by-flag", "by-route"
 TOLERANCE = 2e-3
 """The largest difference of log-probabilities. With these adapters, vLLM by itself differs by
@@ -39,7 +49,31 @@ TOLERANCE = 2e-3
 more than 1."""
 ROWS = 20
 """A document's table has as many: about 1,000 tokens."""
-END_TIMEOUT = 60.0
+END_TIMEOUT = 120.0
+
+
+def replicas(tracker: str) -> list[dict[str, Any]]:
+    """What the tracker knows of each."""
+
+    async def status() -> Any:
+        return await (await xoscar.actor_ref(address=tracker, uid=tracker_uid(UID))).status()
+
+    groups = asyncio.run(status())["namespaces"].values()
+    return [replica for group in groups for replica in group["replicas"]]
+
+
+def wait_until_sharing(tracker: str) -> None:
+    """They compare themselves before anybody asks them anything."""
+
+    def serve() -> bool:
+        return [replica["serves"] for replica in replicas(tracker)] == [True, True]
+
+    def compared() -> bool:
+        counts = [replica["stats"]["comparison"]["compared"] for replica in replicas(tracker)]
+        return counts == [1, 1]
+
+    wait_for_engine(serve, "both can be fetched from")
+    wait_until(compared, "they are compared")
 
 
 class Answer(NamedTuple):
@@ -81,11 +115,10 @@ class Server:
             *("--enable-lora", "--max-loras", "2", "--lora-modules", f"{BY_FLAG}={adapter}"),
             *("--enable-prompt-tokens-details", *ARGUMENTS),
         ]
-        self._environment = os.environ | ENVIRONMENT
-        self._environment |= {"PYTHONPATH": f"{ROOT}", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     def start(self) -> None:
-        self.process = start(self._words, self._log, self._environment, append=True)
+        environment = ENVIRONMENT | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        self.process = start(self._words, self._log, environment, append=True)
 
     def wait_until_ready(self) -> None:
         health = f"{self.endpoint}/health"
@@ -136,8 +169,7 @@ class Pair(NamedTuple):
     def wait_until_sharing(self) -> None:
         for server in (self.first, self.second):
             server.wait_until_ready()
-        wait_for_engine(lambda: serve(self.tracker), "both can be fetched from")
-        wait_until_compared(self.tracker)
+        wait_until_sharing(self.tracker)
 
     def wait_until_published(self, before: int, prompt: int) -> None:
         """Since there were `before` chunks, those of a prompt with so many tokens were added."""
@@ -179,6 +211,45 @@ def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for server in (first, second):
             server.load(BY_ROUTE, adapters[BY_ROUTE])
         yield pair
+
+
+@pytest.mark.long
+def test_what_one_server_of_the_example_has_computed_the_other_copies(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in its README. At the end, the script stops everything that it started. This test is the
+    first, before the servers of the others run."""
+    tracker, *ports = (str(free_port(HOST)) for _ in range(3))
+    environment = ENVIRONMENT | {
+        "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+        "TRACKER_PORT": tracker,
+        "PORTS": " ".join(ports),
+        "POOL": "256MiB",
+    }
+    environment.pop("PYTHONHASHSEED", None)
+    log = ROOT / "build" / "test-plain-vllm.log"
+    script = start([SCRIPT, model_folder, *ARGUMENTS], log, environment)
+    started = psutil.Process(script.pid)
+    try:
+        endpoints = [f"http://{HOST}:{port}" for port in ports]
+        health = [f"{endpoint}/health" for endpoint in endpoints]
+        wait_for_engine(
+            lambda: script.poll() is not None or all(map(answers, health)), "both servers answer"
+        )
+        assert script.poll() is None, log.read_text()[-4000:]
+        wait_until_sharing(f"{HOST}:{tracker}")
+        ask.main([*endpoints, "--rows", "40"])
+    finally:
+        processes = started.children(recursive=True) if script.poll() is None else []
+        script.send_signal(signal.SIGTERM)
+        script.wait(END_TIMEOUT)
+        _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT)
+        for process in left:
+            process.kill()
+    assert left == []
+    first, second = re.findall(r"(\d+) of (\d+) tokens reused", capsys.readouterr().out)
+    assert first[0] == "0"
+    assert int(second[0]) > 0.9 * int(second[1])
 
 
 def test_each_adapter_shares_with_itself_only(pair: Pair) -> None:

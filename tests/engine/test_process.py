@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.harness.replicas import TrackerProcess
 from tests.logged import messages
 from tests.tracker_pools import MODEL
 from xinference_xavier.config import XAVIER, XavierConfig
@@ -238,10 +239,10 @@ FAULT = ConfigError("xavier_pool_bytes", 1, "is too little", "use more")
 
 
 async def test_the_first_cause_is_kept_for_its_replica_until_it_is_asked_for(
-    stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+    stoppable_tracker: TrackerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XINFERENCE_MODEL_UID", "model-rep1")
-    _, address = stoppable_tracker
+    address = stoppable_tracker.address
     config = XavierConfig(MODEL, address)
 
     async def cause(replica: str) -> str | None:
@@ -259,12 +260,12 @@ async def test_the_first_cause_is_kept_for_its_replica_until_it_is_asked_for(
 
 
 async def test_without_xinference_nothing_is_sent(
-    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
+    stoppable_tracker: TrackerProcess,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.delenv("XINFERENCE_MODEL_UID", raising=False)
-    report_startup_error(XavierConfig(MODEL, stoppable_tracker[1]), FAULT)
+    report_startup_error(XavierConfig(MODEL, stoppable_tracker.address), FAULT)
     assert messages(caplog) == []
 
 

@@ -83,7 +83,7 @@ def test_hits_of_every_kind_give_one_answer(fleet: Fleet, consumer: str) -> None
         assert hit.tokens == local.tokens
         assert hit.chosen == pytest.approx(local.chosen, abs=SAME_SHAPE)
         assert hit.chosen[0] == pytest.approx(cold.chosen[0], abs=OTHER_SHAPE)
-    fetches = fleet.replicas()[consumer]["stats"]["fetches"]
+    fetches = fleet.stats(consumer)["fetches"]
     assert set(fetches["by_transport"]) == {consumer}
 
 

@@ -18,10 +18,9 @@ import uvicorn
 import xoscar as xo
 from aioprometheus.asgi.starlette import metrics
 from aioprometheus.collectors import Registry
-from fastapi import APIRouter, FastAPI, HTTPException, Request
-from fastapi.security import SecurityScopes
+from fastapi import APIRouter, FastAPI, HTTPException
 
-from tests.harness.remote import PATIENCE, Remote, obey_at_once, spawned
+from tests.harness.remote import Remote, obey_at_once, spawned
 from tests.harness.replicas import MODEL, ReplicaProcess
 from xinference_xavier.protocol.tracker import tracker_uid
 from xinference_xavier.serving.api import add_routes
@@ -34,8 +33,6 @@ from xinference_xavier.serving.launch import own_trackers
 from xinference_xavier.serving.launch.supervisor import xavier_tracker_address
 from xinference_xavier.serving.metrics import add_metrics
 from xinference_xavier.tracker.actor import BlockTracker
-
-API_KEY = "sk-secret"
 
 
 class Supervisor(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -80,22 +77,14 @@ class Worker(xo.StatelessActor):  # type: ignore[misc]  # xoscar has no types
 
 
 class Service:
-    """Admits `API_KEY`, which stands for a session."""
+    """Knows nobody."""
 
-    async def __call__(
-        self, request: Request, security_scopes: SecurityScopes, token: str | None = None
-    ) -> None:
-        if request.headers.get("authorization") != f"Bearer {API_KEY}":
-            raise HTTPException(401, "Could not validate credentials")
-
-    def validate_model_access(self, token: str, model_uid: str, model_type: str) -> bool:
-        return token == API_KEY
-
-    def validate_api_key(self, key: str) -> None: ...
+    async def __call__(self) -> None:
+        raise HTTPException(401, "Could not validate credentials")
 
 
 class ApiProcess(Remote):
-    """`endpoint` is open, `guarded` requires `API_KEY`, and `bare` lacks our routes. All other
+    """`endpoint` is open, `guarded` lets nobody in, and `bare` lacks our routes. All other
     attributes are methods of the supervisor."""
 
     def __init__(self) -> None:
@@ -108,12 +97,6 @@ class ApiProcess(Remote):
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return partial(self.call, method)
-
-    def stop(self) -> None:
-        """Stop it as uvicorn is stopped, with listeners connected; return when it has ended."""
-        self.process.terminate()
-        self.process.join(PATIENCE)
-        assert self.process.exitcode is not None, "the API process did not end"
 
 
 class Pair(NamedTuple):
@@ -138,9 +121,7 @@ async def _serve(pipe: Connection, home: Path) -> None:
     app.mount("/open", _application(supervisor))
     app.mount("/guarded", _application(supervisor, guarded=True))
     app.mount("/bare", FastAPI())
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()  # clients that connect before uvicorn is ready wait
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # whoever connects early waits
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         about = (address, listening.getsockname()[1])

@@ -11,11 +11,9 @@ may, but its CPU platform starts it anew.
 
 import asyncio
 import atexit
-import getpass
 import itertools
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +24,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from examples.make_model import CONTEXT, make_model
-from examples.processes import until
+from examples.processes import COMPILED, until
 from tests.harness.asynchronous import schedule_asynchronously
-from tests.harness.remote import Remote, RemoteError, forked, obey_at_once
+from tests.harness.remote import Remote, forked, obey_at_once
 from tests.harness.replicas import MODEL, TrackerProcess
 from xinference_xavier.config import XavierConfig, kv_transfer_config
 from xinference_xavier.errors import NotSharing
@@ -66,6 +64,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise the platform uses a worker process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all engines use all cores
+    "TORCHINDUCTOR_CACHE_DIR": COMPILED,
 }
 _FORGET = "forget_prefix_cache"
 """A call of an engine's EngineCore that empties vLLM's own prefix cache and leaves our pool alone,
@@ -131,14 +130,6 @@ def whole_chunks(tokens: int) -> int:
 def own_model() -> Path:
     """Make the benchmarks' model and return its folder."""
     return make_model(_MODEL)
-
-
-def engine_environment() -> dict[str, str]:
-    """Additions to the environment of engines."""
-    # torch compiles for 20 s at the first request: keep the result.
-    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-    return {**ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": kept}
 
 
 class Kind(NamedTuple):
@@ -231,8 +222,7 @@ def _arguments(name: str, model: Path, kind: Kind, config: XavierConfig | None) 
 class Fleet:
     """A tracker and named engines, all ready when the `with` block begins.
 
-    An engine's name is its incarnation. If an engine in `may_fail` does not start, it is missing
-    from `engines`, and the reason is in `failed`.
+    An engine's name is its incarnation.
     """
 
     def __init__(
@@ -240,15 +230,12 @@ class Fleet:
         kinds: Mapping[str, Kind],
         *,
         model: Path | None = None,
-        may_fail: Sequence[str] = (),
         host: str = "127.0.0.1",
     ) -> None:
         self._kinds = kinds
         self._host = host
         self.model = model
-        self._may_fail = may_fail
         self.engines: dict[str, Engine] = {}
-        self.failed: dict[str, str] = {}
         self._loop = asyncio.Runner()
         """The loop for all calls to actors."""
 
@@ -258,8 +245,8 @@ class Fleet:
         try:
             for name, kind in self._kinds.items():
                 self.engines[name] = Engine(name, model, kind, self._config(kind))
-            for name in self._kinds:
-                self._wait_ready(name)
+            for engine in self.engines.values():
+                engine.wait_until_ready()
             self._wait(self._have_joined, "all replicas have joined")
             self._compare()
         except BaseException:
@@ -282,6 +269,10 @@ class Fleet:
     def replicas(self) -> dict[str, dict[str, Any]]:
         """The current status of each replica, from the tracker."""
         return self.tracker.replicas()
+
+    def stats(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.replicas()[name]["stats"]
+        return found
 
     def wait_published(self, name: str, chunks: int) -> None:
         """Wait until all indexes have `chunks` that `name` has published since the last `flush`."""
@@ -329,15 +320,6 @@ class Fleet:
             )
 
         self._wait(have_compared, "all have compared their rows")
-
-    def _wait_ready(self, name: str) -> None:
-        try:
-            self.engines[name].wait_until_ready()
-        except RemoteError as error:
-            if name not in self._may_fail:
-                raise
-            self.failed[name] = str(error)
-            self.engines.pop(name).close()
 
     def _wait(self, condition: Any, what: str) -> None:
         if not until(condition, ANSWER_PATIENCE, _INTERVAL):
@@ -503,7 +485,7 @@ def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
 
 
 def _run(pipe: Connection, arguments: dict[str, Any], kind: Kind) -> None:
-    os.environ.update(engine_environment(), **kind.environment)
+    os.environ.update(ENVIRONMENT, **kind.environment)
     _fork_engine_core()
     if kind.asynchronous:
         schedule_asynchronously()

@@ -9,7 +9,6 @@ replica up before harming it: its children lose their parent.
 """
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,10 +74,12 @@ def running(pid: int | None) -> psutil.Process | None:
         return None
 
 
-def kill(process: psutil.Process) -> None:
-    """Kill the process with SIGKILL; return when it is gone."""
-    process.send_signal(signal.SIGKILL)
-    wait_gone([process])
+def kill(*doomed: psutil.Process) -> None:
+    """Kill the processes with SIGKILL; return when they are gone."""
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_gone(doomed)
 
 
 def wait_gone(processes: Iterable[psutil.Process], timeout: float = GONE_TIMEOUT) -> None:

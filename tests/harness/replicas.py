@@ -12,8 +12,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -332,6 +333,9 @@ def _track(pipe: Connection, host: str, options: dict[str, Any]) -> None:
 
 
 async def _create_tracker(pool: Any, options: dict[str, Any]) -> Any:
+    # The one default thread is taken by commands, as all are in xinference's supervisor on two
+    # processors.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     address, uid = pool.external_address, tracker_uid(MODEL)
     return await xoscar.create_actor(BlockTracker, MODEL, address=address, uid=uid, **options)
 
@@ -363,25 +367,30 @@ class ReplicaProcess(Remote):
         """Send a signal to the "engine" or to its "transfer" process."""
         os.kill(self.pid if process == "engine" else self.stats()["transfer_pid"], number)
 
+    def close(self, seconds: float = PATIENCE) -> None:
+        if self.process.is_alive():
+            self.stop()
+        self.kill()
+
 
 @contextmanager
-def replicas(
-    tracker_address: str, transports: dict[str, str], **options: Any
-) -> Iterator[list[ReplicaProcess]]:
-    """Start replicas by name, wait until they can fetch, and end them afterwards."""
-    started = [
-        ReplicaProcess(name, tracker_address, transport=transport, **options)
-        for name, transport in transports.items()
-    ]
-    try:
+def all_up(starting: Iterable[ReplicaProcess]) -> Iterator[list[ReplicaProcess]]:
+    """Wait until these replicas can fetch, and end them afterwards."""
+    with ExitStack() as stack:
+        started = [stack.enter_context(replica) for replica in starting]
         for replica in started:
             wait_until(replica.is_up, f"{replica.name} is up")
         yield started
-    finally:
-        for replica in started:
-            if replica.process.is_alive():
-                replica.stop()
-            replica.kill()
+
+
+def replicas(
+    tracker_address: str, transports: Mapping[str, str], **options: Any
+) -> AbstractContextManager[list[ReplicaProcess]]:
+    """Replicas by name."""
+    return all_up(
+        ReplicaProcess(name, tracker_address, transport=transport, **options)
+        for name, transport in transports.items()
+    )
 
 
 def stored(consumer: ReplicaProcess, *donors: ReplicaProcess, count: int = 8) -> list[bytes]:

@@ -45,7 +45,6 @@ _TWO_ENGINES = (
     "long or not long",
     "tests/e2e/test_engines.py",
     "tests/e2e/test_engine_events.py",
-    "tests/e2e/test_plain_vllm.py",
     "tests/e2e/test_vllm_servers.py",
 )
 _OWN_ENVIRONMENT = ("-m", "long", "tests/e2e/test_virtual_env.py")

@@ -1,14 +1,14 @@
 """Two engines that share and one that does not, all asked the same question."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.processes import until
 from tests.harness.engines import SETTLE, Completion, Fleet, Kind, Prompts
+from tests.models.architectures import VOCABULARY
 
 FIRST, SECOND, PLAIN = "first", "second", "plain"
 BLOCK = 32
@@ -71,12 +71,12 @@ def whole_chunks(tokens: int) -> int:
     return tokens // CHUNK * CHUNK
 
 
-class Engines:
-    """The engines of a fleet with `FIRST`, `SECOND` and `PLAIN`."""
+class Engines(Fleet):
+    """Most have the engines `FIRST`, `SECOND` and `PLAIN`."""
 
-    def __init__(self, fleet: Fleet, vocabulary: int) -> None:
-        self.fleet = fleet
-        self.prompts = Prompts(vocabulary=range(10, vocabulary))
+    def __init__(self, kinds: Mapping[str, Kind], **more: Any) -> None:
+        super().__init__(kinds, **more)
+        self.prompts = Prompts(vocabulary=range(10, VOCABULARY))
 
     def ask(
         self,
@@ -90,7 +90,7 @@ class Engines:
         """`prompt` is a list of token ids, or anything else that vLLM accepts."""
         given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         how = {**GREEDY, **sampling}
-        answer: list[Completion] = self.fleet[name].call("generate", given, how, lora, rank)
+        answer: list[Completion] = self[name].call("generate", given, how, lora, rank)
         return answer
 
     def share(self, prompt: Any, **how: Any) -> Shared:
@@ -107,7 +107,7 @@ class Engines:
         seen: list[Any] = []
 
         def at_rest() -> bool:
-            replicas = self.fleet.replicas()
+            replicas = self.replicas()
             stats = {name: replica["stats"] for name, replica in replicas.items()}
             held = {name: replica["holdings"] for name, replica in replicas.items()}
             seen.append(held)
@@ -126,13 +126,9 @@ class Engines:
         found: dict[str, int] = self.stats(name)["hits"]
         return found
 
-    def stats(self, name: str) -> dict[str, Any]:
-        stats: dict[str, Any] = self.fleet.replicas()[name]["stats"]
-        return stats
-
     def forget(self, name: str) -> None:
         """Empty the engine's own prefix cache, but not its pool."""
-        self.fleet[name].call("forget")
+        self[name].call("forget")
 
 
 def kind(arguments: Mapping[str, Any] = {}, options: Mapping[str, Any] = {}, **more: Any) -> Kind:
@@ -148,8 +144,5 @@ def kind(arguments: Mapping[str, Any] = {}, options: Mapping[str, Any] = {}, **m
     return Kind(arguments=small | dict(arguments), options=always | dict(options), **more)
 
 
-@contextmanager
-def three(model: Path, like: Kind, vocabulary: int) -> Iterator[Engines]:
-    kinds = {FIRST: like, SECOND: like, PLAIN: like._replace(transport=None)}
-    with Fleet(kinds, model=model) as fleet:
-        yield Engines(fleet, vocabulary)
+def three(model: Path, like: Kind) -> Engines:
+    return Engines({FIRST: like, SECOND: like, PLAIN: like._replace(transport=None)}, model=model)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models.adapters import write_adapter
-from tests.models.architectures import VOCABULARY, make
+from tests.models.architectures import make
 from tests.models.sharing import (
     FIRST,
     PLAIN,
@@ -30,13 +30,13 @@ PROMPT = 700
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = make("llama", tmp_path_factory.mktemp("base"))
     arguments = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    with three(folder, kind(arguments), VOCABULARY) as engines:
+    with three(folder, kind(arguments)) as engines:
         yield engines
 
 
 @pytest.fixture(scope="module")
 def base(engines: Engines) -> Path:
-    model = engines.fleet.model
+    model = engines.model
     assert model is not None
     return model
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.models.architectures import ARCHITECTURES, VOCABULARY, Architecture, make
+from tests.models.architectures import ARCHITECTURES, Architecture, make
 from tests.models.sharing import (
     CHUNK,
     FIRST,
@@ -45,7 +45,7 @@ def model(
     architecture = ARCHITECTURES[request.param]
     folder = make(request.param, tmp_path_factory.mktemp("models"))
     like = kind(architecture.arguments_for(folder), {"pool_bytes": architecture.pool_bytes})
-    with three(folder, like, VOCABULARY) as engines:
+    with three(folder, like) as engines:
         yield Model(architecture, engines)
 
 
@@ -76,7 +76,7 @@ def test_what_another_engine_computed_gives_the_same_answer(model: Model, tokens
 
 def test_a_prompt_longer_than_the_pool(model: Model) -> None:
     engines = model.engines
-    engines.fleet.flush([FIRST, SECOND])
+    engines.flush([FIRST, SECOND])
     shared = engines.share(engines.prompts.fresh(3900))
     assert shared.error < model.architecture.tolerance
     if model.architecture.fills_pool:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from examples.make_model import VOCABULARY
 from tests.models.sharing import TOLERANCE, Engines, difference, kind, three, whole_chunks
 from tests.models.vision import IMAGE_TOKENS, make_vision_model, picture
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     folder = make_vision_model(tmp_path_factory.mktemp("vision") / "model")
-    with three(folder, kind({"skip_tokenizer_init": False}), VOCABULARY) as engines:
+    with three(folder, kind({"skip_tokenizer_init": False})) as engines:
         yield engines
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.engines import Fleet
 from tests.models import planted
-from tests.models.architectures import VOCABULARY, make
+from tests.models.architectures import make
 from tests.models.planted import tune_between_samples
 from tests.models.sharing import FIRST, SECOND, Engines, kind
 from xinference_xavier.engine.identity import weights_fingerprint
@@ -29,12 +28,12 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]
         extension = {"worker_extension_cls": "tests.models.planted.PerhapsReversedPages"}
         reverses = {planted.REVERSED: "1"}
         kinds = {FIRST: kind(extension), SECOND: kind(extension, environment=reverses)}
-    with Fleet(kinds, model=folder) as fleet:
-        yield Engines(fleet, VOCABULARY)
+    with Engines(kinds, model=folder) as engines:
+        yield engines
 
 
 def test_they_share_nothing_and_say_why(engines: Engines) -> None:
-    first, second = sorted(engines.fleet.tracker.call("status")["namespaces"])
+    first, second = sorted(engines.tracker.call("status")["namespaces"])
     assert second == f"{first}~1", "their namespaces list equal fields"
     found = [engines.stats(name)["comparison"] for name in (FIRST, SECOND)]
     assert [each["differing"] for each in found] == [1, 1]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.make_model import VOCABULARY
 from tests.models.sharing import (
     BLOCK,
     CHUNK,
@@ -45,7 +44,7 @@ def engines(model_folder: Path) -> Iterator[Engines]:
         "max_model_len": CONTEXT,
         "num_gpu_blocks_override": CONTEXT // BLOCK + 2,
     }
-    with three(model_folder, kind(arguments, {"pool_bytes": 256 << 20}), VOCABULARY) as engines:
+    with three(model_folder, kind(arguments, {"pool_bytes": 256 << 20})) as engines:
         yield engines
 
 
@@ -100,7 +99,7 @@ def test_a_streamed_answer(engines: Engines) -> None:
     prompt = engines.prompts.fresh(PROMPT)
     engines.ask(FIRST, prompt)
     engines.settle()
-    asked = engines.fleet[SECOND].timed(prompt, 8)
+    asked = engines[SECOND].timed(prompt, 8)
     assert len(asked.times) == 8
     assert asked.cached == whole_chunks(PROMPT)
 
@@ -131,9 +130,9 @@ def test_requests_that_push_each_other_out(engines: Engines) -> None:
     cold = [engines.ask(PLAIN, prompt, sampling={"max_tokens": ANSWER})[0] for prompt in prompts]
     metric = "vllm:num_preemptions"
     for name in (FIRST, SECOND):
-        before = engines.fleet[name].call("counted", metric)
-        answers = engines.fleet[name].call("answers", prompts, ANSWER)
-        assert engines.fleet[name].call("counted", metric) > before
+        before = engines[name].call("counted", metric)
+        answers = engines[name].call("answers", prompts, ANSWER)
+        assert engines[name].call("counted", metric) > before
         assert [each.tokens for each in answers] == [each.tokens for each in cold]
         engines.settle()
     assert engines.hits(SECOND)["remote"] > 0

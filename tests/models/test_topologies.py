@@ -7,11 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness.engines import Fleet
 from tests.harness.processes import vllms_own_segments_removed
 from tests.harness.remote import RemoteError
 from tests.harness.replicas import DEADLINE, TrackerProcess, replicas, stored
-from tests.models.architectures import VOCABULARY, make
+from tests.models.architectures import make
 from tests.models.sharing import (
     FIRST,
     PLAIN,
@@ -47,8 +46,7 @@ def clean() -> Iterator[None]:
 def test_tensor_parallel_engines_share_with_their_like_only(llama: Path) -> None:
     """The third engine has one worker, whose pages hold twice as many heads."""
     kinds = {FIRST: TWO_WORKERS, SECOND: TWO_WORKERS, "alone": kind()}
-    with Fleet(kinds, model=llama) as fleet:
-        engines = Engines(fleet, VOCABULARY)
+    with Engines(kinds, model=llama) as engines:
         prompt = engines.prompts.fresh(PROMPT)
         first = engines.ask(FIRST, prompt)
         engines.settle()
@@ -57,11 +55,11 @@ def test_tensor_parallel_engines_share_with_their_like_only(llama: Path) -> None
         assert second[0].cached == engines.hits(SECOND)["remote"] == whole_chunks(PROMPT)
         assert (cold[0].cached, engines.hits("alone")["remote"]) == (0, 0)
         assert max(difference(cold, answer) for answer in (first, second)) < TOLERANCE
-        namespaces = {name: each["namespace"] for name, each in fleet.replicas().items()}
+        namespaces = {name: each["namespace"] for name, each in engines.replicas().items()}
         assert namespaces[FIRST] == namespaces[SECOND] != namespaces["alone"]
 
 
-class Ranks(Fleet):
+class Ranks(Engines):
     """Engines with two data-parallel ranks each, which join under names of their own."""
 
     def _have_joined(self) -> bool:
@@ -72,12 +70,11 @@ class Ranks(Fleet):
 def test_data_parallel_ranks_share_with_each_other(llama: Path) -> None:
     options = {"pool_bytes": 16 << 20}
     like = kind({"data_parallel_size": 2}, options, environment={"XINFERENCE_MODEL_UID": "rep0"})
-    with Ranks({"engine": like}, model=llama) as fleet:
-        engines = Engines(fleet, VOCABULARY)
-        assert set(fleet.replicas()) == {"engine_dp0", "engine_dp1"}
-        names = {replica["replica"] for replica in fleet.replicas().values()}
+    with Ranks({"engine": like}, model=llama) as engines:
+        assert set(engines.replicas()) == {"engine_dp0", "engine_dp1"}
+        names = {replica["replica"] for replica in engines.replicas().values()}
         assert names == {"rep0_dp0", "rep0_dp1"}
-        for name in fleet.replicas():
+        for name in engines.replicas():
             pool = engines.stats(name)["pool"]
             assert pool["rows"] * pool["row_bytes"] <= options["pool_bytes"]
         prompt = engines.prompts.fresh(PROMPT)
@@ -93,11 +90,8 @@ def test_vllm_itself_fails_with_pipeline_parallelism(llama: Path) -> None:
     """It fails on the CPU platform without this package. Once this test fails, support it."""
     arguments = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     like = kind(arguments, environment=TWO_WORKERS.environment)._replace(transport=None)
-    with Fleet({PLAIN: like}, model=llama, may_fail=[PLAIN]) as fleet:
-        if not fleet.failed:
-            engines = Engines(fleet, VOCABULARY)
-            with pytest.raises(RemoteError):
-                engines.ask(PLAIN, engines.prompts.fresh(PROMPT))
+    with pytest.raises(RemoteError), Engines({PLAIN: like}, model=llama) as engines:
+        engines.ask(PLAIN, engines.prompts.fresh(PROMPT))
 
 
 @pytest.mark.long
@@ -106,8 +100,7 @@ def test_two_models_at_once(llama: Path, tmp_path: Path) -> None:
     other = make("tied", tmp_path / "tied")
     kinds = {FIRST: kind(), SECOND: kind()}
     kinds |= {f"other {name}": kind({"model": str(other)}) for name in (FIRST, SECOND)}
-    with Fleet(kinds, model=llama) as fleet:
-        engines = Engines(fleet, VOCABULARY)
+    with Engines(kinds, model=llama) as engines:
         prompt = engines.prompts.fresh(PROMPT)
         answers = {}
         for name in kinds:
@@ -123,13 +116,12 @@ def test_two_models_at_once(llama: Path, tmp_path: Path) -> None:
 
 def test_engines_that_meet_over_ipv6(llama: Path) -> None:
     like = kind(transport="gloo")
-    with Fleet({FIRST: like, SECOND: like}, model=llama, host="::1") as fleet:
-        engines = Engines(fleet, VOCABULARY)
+    with Engines({FIRST: like, SECOND: like}, model=llama, host="::1") as engines:
         prompt = engines.prompts.fresh(PROMPT)
         engines.ask(FIRST, prompt)
         engines.settle()
         assert engines.ask(SECOND, prompt)[0].cached == whole_chunks(PROMPT)
-        addresses = [replica["address"] for replica in fleet.replicas().values()]
+        addresses = [replica["address"] for replica in engines.replicas().values()]
         assert {split_address(address)[0] for address in addresses} == {"::1"}
 
 

@@ -14,8 +14,7 @@ from tests.harness.replicas import (
     ROW_BYTES,
     Outcome,
     ReplicaProcess,
-    fresh_keys,
-    wait_until,
+    stored,
 )
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.serving.metrics import PREFIX
@@ -78,20 +77,14 @@ class Scene(NamedTuple):
 
     def fetch(self, chunks: int = 4) -> Outcome:
         """Have the consumer fetch chunks that the donor holds."""
-        keys = self.stored(chunks)
+        keys = stored(self.consumer, self.donor, count=chunks)
         return self.consumer.fetch(self.donor.name, keys, DEADLINE)  # type: ignore[no-any-return]
 
     def fail_to_fetch(self) -> Outcome:
         """Have the consumer ask for chunks that the donor has just evicted."""
-        keys = self.stored(2)
+        keys = stored(self.consumer, self.donor, count=2)
         self.donor.forget(keys)
         return self.consumer.fetch(self.donor.name, keys, DEADLINE)  # type: ignore[no-any-return]
-
-    def stored(self, chunks: int) -> list[bytes]:
-        keys = fresh_keys(chunks)
-        self.donor.store(keys)
-        wait_until(lambda: all(map(self.consumer.holders, keys)), "the consumer knows the chunks")
-        return keys
 
 
 __all__ = ["COUNTED", "HITS", "IDLE", "ROW_BYTES", "Scene", "Scraped"]

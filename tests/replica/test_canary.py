@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +12,7 @@ from tests.harness.replicas import (
     DEADLINE,
     ReplicaProcess,
     TrackerProcess,
+    all_up,
     fresh_keys,
     wait_until,
 )
@@ -205,24 +206,16 @@ class TestAProbe:
         assert scene.disk.distrust.called == (donor == DISK)
 
 
-@contextmanager
 def computing(
     tracker: TrackerProcess, *, cannot: str = "", **factors: float | None
-) -> Iterator[list[ReplicaProcess]]:
+) -> AbstractContextManager[list[ReplicaProcess]]:
     """Replicas by name, with the factors of the numbers that they compute; those with None compute
     nothing yet."""
-    started: list[ReplicaProcess] = []
     options = {"transport": "shared_memory", "cannot_compare": cannot}
-    try:
-        for name, factor in factors.items():
-            started.append(ReplicaProcess(name, tracker.address, factor=factor, **options))
-        for replica in started:
-            wait_until(replica.is_up, f"{replica.name} is up")
-        yield started
-    finally:
-        for replica in started:
-            replica.stop()
-            replica.kill()
+    return all_up(
+        ReplicaProcess(name, tracker.address, factor=factor, **options)
+        for name, factor in factors.items()
+    )
 
 
 def peers_of(replica: ReplicaProcess) -> int:

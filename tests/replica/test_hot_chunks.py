@@ -225,24 +225,15 @@ def test_the_chunks_of_all_groups_go_together(scene: Scene) -> None:
     assert scene.recent.hottest() == dict.fromkeys(keys, keys[0])
 
 
-@contextmanager
-def started(
-    tracker: TrackerProcess, name: str, transport: str = "auto", **options: object
-) -> Iterator[ReplicaProcess]:
-    with replicas(tracker.address, {name: transport}, rows=ROWS, **options) as (replica,):
-        yield replica
+def old_replica(
+    tracker: TrackerProcess, transport: str = "auto"
+) -> AbstractContextManager[list[ReplicaProcess]]:
+    return replicas(tracker.address, {"donor": transport}, rows=ROWS)
 
 
-@contextmanager
-def launched(tracker: TrackerProcess, name: str, **options: object) -> Iterator[ReplicaProcess]:
+def launched(tracker: TrackerProcess, name: str, **options: object) -> ReplicaProcess:
     """A replica that may not take requests yet."""
-    replica = ReplicaProcess(name, tracker.address, **{"rows": ROWS, **options})
-    try:
-        yield replica
-    finally:
-        if replica.process.is_alive():
-            replica.stop()
-        replica.kill()
+    return ReplicaProcess(name, tracker.address, **{"rows": ROWS, **options})
 
 
 @contextmanager
@@ -262,9 +253,8 @@ def offer(tracker: TrackerProcess, donor: ReplicaProcess, keys: list[bytes], use
 
 @pytest.fixture
 def tracker() -> Iterator[TrackerProcess]:
-    process = TrackerProcess()
-    yield process
-    process.kill()
+    with TrackerProcess() as tracker:
+        yield tracker
 
 
 async def test_a_new_replica_asks_its_like_where_the_tracker_sends_it(
@@ -301,7 +291,7 @@ async def test_a_new_replica_asks_its_like_where_the_tracker_sends_it(
 @pytest.mark.process
 class TestWarmJoin:
     def test_a_new_replica_has_the_hottest_prefixes(self, tracker: TrackerProcess) -> None:
-        with started(tracker, "donor") as donor:
+        with old_replica(tracker) as (donor,):
             hot, cold = fresh_keys(20), fresh_keys(10)
             offer(tracker, donor, hot, uses=2)
             offer(tracker, donor, cold, uses=1)
@@ -316,7 +306,7 @@ class TestWarmJoin:
     def test_only_free_rows_are_filled_and_with_whole_prefixes(
         self, tracker: TrackerProcess
     ) -> None:
-        with started(tracker, "donor") as donor:
+        with old_replica(tracker) as (donor,):
             prefixes = [fresh_keys(15) for _ in range(4)]
             for uses, prefix in enumerate(prefixes):
                 offer(tracker, donor, prefix, uses=2 + uses)
@@ -331,7 +321,7 @@ class TestWarmJoin:
             pass
 
     def test_it_can_be_switched_off(self, tracker: TrackerProcess) -> None:
-        with started(tracker, "donor") as donor:
+        with old_replica(tracker) as (donor,):
             keys = fresh_keys(5)
             offer(tracker, donor, keys)
             with new_replica(tracker, "new", warm_join=0.0) as new:
@@ -340,7 +330,7 @@ class TestWarmJoin:
 
     def test_it_takes_no_request_before(self, tracker: TrackerProcess) -> None:
         """A router sends requests to replicas that report their load. Here the donor hangs."""
-        with started(tracker, "donor", "tests.faults:StallingGloo") as donor:
+        with old_replica(tracker, "tests.faults:StallingGloo") as (donor,):
             keys = fresh_keys(10)
             offer(tracker, donor, keys)
             with launched(tracker, "new", transport="gloo", warm_join=SHORT) as new:
@@ -357,7 +347,7 @@ class TestWarmJoin:
 
     def test_a_peer_that_cannot_be_trusted_is_not_waited_for(self, tracker: TrackerProcess) -> None:
         """Their weights differ."""
-        with started(tracker, "donor") as donor:
+        with old_replica(tracker) as (donor,):
             keys = fresh_keys(5)
             offer(tracker, donor, keys)
             with launched(tracker, "new", factor=None, warm_join=60.0) as new:
@@ -368,7 +358,7 @@ class TestWarmJoin:
                 assert new.held() == []
 
     def test_a_peer_that_hangs_costs_no_more_than_the_limit(self, tracker: TrackerProcess) -> None:
-        with started(tracker, "donor") as donor:
+        with old_replica(tracker) as (donor,):
             keys = fresh_keys(5)
             offer(tracker, donor, keys)
             donor.send_signal(signal.SIGSTOP)

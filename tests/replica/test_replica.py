@@ -12,6 +12,7 @@ import pytest
 import xoscar
 
 from tests.faults import ROWS_BEFORE_STALL
+from tests.harness.processes import wait_gone
 from tests.harness.replicas import (
     DEADLINE,
     Outcome,
@@ -173,13 +174,6 @@ def family(replica: ReplicaProcess) -> list[psutil.Process]:
     return [engine, *engine.children(recursive=True)]
 
 
-def wait_until_gone(processes: list[psutil.Process]) -> None:
-    def alive() -> list[psutil.Process]:
-        return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    wait_until(lambda: not alive(), "all processes are gone")
-
-
 def assert_no_files_in_shared_memory(processes: list[psutil.Process]) -> None:
     """The region has no name, so nothing of it can be left."""
     for process in processes:
@@ -206,7 +200,7 @@ def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess, transp
         assert outcome.seconds < NEVER
         assert outcome.committed == ROWS_BEFORE_STALL
         assert_recovers(scene, outcome, keys)
-        wait_until_gone(processes)
+        wait_gone(processes)
     wait_until(lambda: holds_memory_of_its_donors_only(scene.consumer), "its memory is unmapped")
     assert "victim" not in scene.consumer.transfer_stats()["linked_to"]
 
@@ -228,7 +222,7 @@ def test_a_killed_consumers_grants_end_with_its_lease(
         assert donor.counts().pinned == ROWS
         victim.kill()
         wait_until(lambda: is_free(donor), "the grant has ended")
-        wait_until_gone(processes)
+        wait_gone(processes)
 
 
 async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> None:
@@ -251,4 +245,4 @@ def test_an_orderly_stop_leaves_nothing(
         keys = stored(scene.consumer, leaving)
         processes = family(leaving)
     wait_until(lambda: all(scene.consumer.holders(key) == () for key in keys), "it has left")
-    wait_until_gone(processes)
+    wait_gone(processes)

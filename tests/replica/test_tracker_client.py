@@ -15,6 +15,7 @@ import pytest
 import xoscar as xo
 
 from tests.harness.comparisons import all_holders, compared, sketch
+from tests.harness.replicas import TrackerProcess
 from tests.tracker_pools import MODEL, create_tracker, let_others_run
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotFoundError
@@ -543,21 +544,20 @@ async def test_a_replica_can_be_stopped_just_after_a_change_of_namespace(peers: 
 
 
 async def test_a_tracker_that_hangs_holds_nobody_up(
-    stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+    stoppable_tracker: TrackerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped process answers nothing, not even the request to cancel."""
     monkeypatch.setattr(client_module, "CALL_DEADLINE", 0.5)
     monkeypatch.setattr(client_module, "WATCH", 0.2)
-    process, address = stoppable_tracker
-    peers = Peers(address)
+    peers = Peers(stoppable_tracker.address)
     a, b = await peers.start("a", K1), await peers.start("b")
     await b.sees(K1, "a")
-    suspend(process)
+    suspend(stoppable_tracker)
     await until_lost(a, b)
     assert b.index.known_holders(K1) == ("a",)
     async with asyncio.timeout(PATIENCE):
         await b.client.leave()
-    process.send_signal(signal.SIGCONT)
+    stoppable_tracker.send_signal(signal.SIGCONT)
     a.store(K2)
     c = await peers.start("c")
     await c.sees(K2, "a")
@@ -565,10 +565,10 @@ async def test_a_tracker_that_hangs_holds_nobody_up(
         await peer.crash()
 
 
-def suspend(process: asyncio.subprocess.Process) -> None:
+def suspend(tracker: TrackerProcess) -> None:
     """On return, none of its threads runs any more."""
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    tracker.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, tracker.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 async def claimed(peer: Peer, *keys: bytes) -> int | None:
@@ -586,20 +586,19 @@ async def test_one_of_two_computes_what_both_want(peers: Peers) -> None:
 
 
 async def test_without_a_tracker_everybody_computes(
-    stoppable_tracker: tuple[asyncio.subprocess.Process, str], monkeypatch: pytest.MonkeyPatch
+    stoppable_tracker: TrackerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that hangs, and one that is known to be lost and therefore not called: that it was killed
     is noticed at once."""
     monkeypatch.setattr(client_module, "CLAIM_DEADLINE", 0.2)
     for never in ("HEARTBEAT", "WATCH"):
         monkeypatch.setattr(client_module, never, 3600.0)
-    process, address = stoppable_tracker
-    peers = Peers(address)
+    peers = Peers(stoppable_tracker.address)
     a = await peers.start("a")
-    suspend(process)
+    suspend(stoppable_tracker)
     assert await claimed(a, K1) == 0
     assert a.client.counts.claim_failures == 1
-    process.kill()
+    stoppable_tracker.kill()
     await until_lost(a)  # without a heartbeat
     assert await claimed(a, K1) == 0
     await a.client.release(Claim([K1], 10.0))

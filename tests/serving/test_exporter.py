@@ -19,6 +19,7 @@ from aioprometheus.collectors import Counter, Registry
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.harness.replicas import TrackerProcess
 from tests.logged import messages
 from tests.serving.supervisors import Bare, Supervisor, gateway_to, join
 from tests.tracker_pools import MODEL, create_tracker
@@ -156,13 +157,12 @@ async def test_a_tracker_that_hangs_costs_its_own_figures_only(
     scraper: Scraper,
     supervisor: Any,
     address: str,
-    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
+    stoppable_tracker: TrackerProcess,
 ) -> None:
-    process, its_address = stoppable_tracker
     await add_model(supervisor, address, "well")
-    await supervisor.put(MODEL, its_address)
+    await supervisor.put(MODEL, stoppable_tracker.address)
     assert value(await scraper.scrape(), "tracker_up", model_uid=MODEL) == 1
-    process.send_signal(signal.SIGSTOP)
+    stoppable_tracker.send_signal(signal.SIGSTOP)
     await asyncio.sleep(exporter_module.MAX_AGE)
     for _ in range(3):
         began = time.monotonic()
@@ -172,20 +172,19 @@ async def test_a_tracker_that_hangs_costs_its_own_figures_only(
         assert value(found, "enabled", model_uid="well") == 1
         assert value(found, "tracker_up", model_uid=MODEL) == 0
         assert [sample.labels["model_uid"] for sample in found["enabled"]] == ["well"]
-    process.send_signal(signal.SIGCONT)
+    stoppable_tracker.send_signal(signal.SIGCONT)
     async with asyncio.timeout(60):
         while value(await scraper.scrape(), "tracker_up", model_uid=MODEL) != 1:
             pass
 
 
 async def test_a_supervisor_that_hangs_is_not_up(
-    stoppable_tracker: tuple[asyncio.subprocess.Process, str],
+    stoppable_tracker: TrackerProcess,
 ) -> None:
-    process, its_address = stoppable_tracker
-    process.send_signal(signal.SIGSTOP)
+    stoppable_tracker.send_signal(signal.SIGSTOP)
 
     async def hanging() -> Any:
-        return await xo.actor_ref(address=its_address, uid="supervisor")
+        return await xo.actor_ref(address=stoppable_tracker.address, uid="supervisor")
 
     exporter = Exporter(TrackerGateway(hanging))
     registry = Registry()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from tests.harness.replicas import TrackerProcess
 from tests.tracker_pools import MODEL, join, let_others_run, look, of, wait_for_update
 from tests.tracker_pools import NAMESPACE as NS
 from xinference_xavier.protocol.load import Load, RequestReport, Serving
@@ -121,8 +122,8 @@ async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture
     assert "broken clock" in caplog.text
 
 
-async def test_all_of_it_travels_between_processes(stoppable_tracker: tuple[Any, str]) -> None:
-    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
+async def test_all_of_it_travels_between_processes(stoppable_tracker: TrackerProcess) -> None:
+    tracker = await xo.actor_ref(address=stoppable_tracker.address, uid=tracker_uid(MODEL))
     assert (await join(tracker, A, B)).lease == 10.0
     assert await tracker.publish(NS, "a", 1, K1, b"") is Outcome.APPLIED
     update = await look(tracker, "b")

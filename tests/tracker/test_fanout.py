@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import xoscar as xo
 
+from tests.harness.replicas import TrackerProcess
 from tests.tracker_pools import (
     MODEL,
     NAMESPACE,
@@ -207,10 +208,10 @@ async def test_status_falls_back_to_the_last_heartbeat(
 
 
 async def test_a_long_answer_needs_none_of_the_default_threads(
-    stoppable_tracker: tuple[Any, str],
+    stoppable_tracker: TrackerProcess,
 ) -> None:
     """All of them are occupied. xoscar serializes a message of more than a hundred parts on one."""
-    tracker = await xo.actor_ref(address=stoppable_tracker[1], uid=tracker_uid(MODEL))
+    tracker = await xo.actor_ref(address=stoppable_tracker.address, uid=tracker_uid(MODEL))
     await join(tracker, *(Member(f"replica-{number}", "127.0.0.1:1") for number in range(60)))
     status = await asyncio.wait_for(tracker.status(), 60.0)
     assert len(status["namespaces"][NAMESPACE]["replicas"]) == 60

@@ -5,24 +5,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from examples.local_cluster import Completion, LocalCluster
-from tests.e2e.asking import CHUNK, question
-from tests.e2e.conftest import ARGUMENTS, can_fetch, wait_until
+from examples.local_cluster import LocalCluster
+from tests.e2e.model import ARGUMENTS, Model, wait_until
 from xinference_xavier.client import XavierClient
 
 UID = "shared"
 
 
 @pytest.fixture(scope="session")
-def model(cluster: LocalCluster) -> Iterator[LocalCluster]:
+def model(cluster: LocalCluster) -> Iterator[Model]:
     launch_by_command_line(cluster)
-    assert can_fetch(cluster, UID, 2), "a launch is ready when its replicas can fetch"
-    yield cluster
-    if any(model["id"] == UID for model in cluster.call("GET", "/v1/models")["data"]):
+    model = Model(cluster, UID)
+    assert model.is_sharing(), "a launch is ready when its replicas can fetch"
+    yield model
+    if not model.is_gone():
         cluster.terminate(UID)
 
 
@@ -52,55 +51,11 @@ def launch_by_command_line(cluster: LocalCluster) -> None:
 
 
 @pytest.fixture
-def empty_pools(model: LocalCluster) -> None:
+def empty_pools(model: Model) -> None:
     """Tests count what replicas hold; what other tests have left would be evicted meanwhile."""
     with XavierClient(model.endpoint) as client:
         client.flush(UID)
     wait_until(
-        lambda: not any(each["holdings"] for each in replicas(model).values()),
+        lambda: not any(each["holdings"] for each in model.replicas().values()),
         "the tracker knows that the pools are empty",
     )
-
-
-def replicas(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
-    return cluster.members(UID)
-
-
-def ask(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
-    """The incarnation of the replica that answered, and its answer."""
-    before = replicas(cluster)
-    answer = cluster.complete(UID, text, **options)
-    answered: list[str] = []
-
-    def one_more_finished() -> bool:
-        answered[:] = [
-            incarnation
-            for incarnation, replica in replicas(cluster).items()
-            if replica["requests"] > before[incarnation]["requests"]
-        ]
-        return bool(answered)
-
-    wait_until(one_more_finished, "a replica has counted the request")
-    assert len(answered) == 1
-    return answered[0], answer
-
-
-def compute(cluster: LocalCluster, text: str, **options: Any) -> tuple[str, Completion]:
-    """Have one replica compute `text`: its incarnation, once the chunks are published, and its
-    answer."""
-    before = replicas(cluster)
-    replica, answer = ask(cluster, text, **options)
-    held = before[replica]["holdings"] + answer.prompt_tokens // CHUNK
-    wait_until(
-        lambda: replicas(cluster)[replica]["holdings"] >= held,
-        f"{replica} has published {held} chunks",
-    )
-    return replica, answer
-
-
-def share(cluster: LocalCluster, seed: int) -> tuple[str, str, Completion]:
-    """Have one replica compute a document, then ask the other: (donor, consumer, answer)."""
-    donor, _ = compute(cluster, question(seed))
-    consumer, answer = ask(cluster, question(seed))
-    assert consumer != donor, "xinference sends requests to the replicas in turn"
-    return donor, consumer, answer

@@ -11,7 +11,8 @@ import requests
 from examples.documents import document
 from examples.local_cluster import LocalCluster
 from examples.make_model import Shape, make_model
-from tests.e2e.conftest import ARGUMENTS, can_fetch, launched, wait_for_engine, wait_until
+from tests.e2e.conftest import launched
+from tests.e2e.model import ROWS, TIMEOUT, Model, wait_until
 from tests.e2e.one_launch.conftest import UID
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.harness import processes
@@ -20,15 +21,13 @@ from xinference_xavier.errors import ApiError, UnknownPrefixError
 from xinference_xavier.stats.answers import NamedPrefix
 from xinference_xavier.stats.schema import ReplicaStatus
 
-ROWS = 60  # of a document's table: about 3,000 tokens
-TIMEOUT = 60.0
 OTHER_WEIGHTS = Shape(512, 7, 8, 4, 896)
 REPORT = document(40, ROWS)
 MESSAGES = [{"role": "system", "content": document(41, ROWS)}]
 
 
 @pytest.fixture(scope="module")
-def client(model: LocalCluster) -> Iterator[XavierClient]:
+def client(model: Model) -> Iterator[XavierClient]:
     with XavierClient(model.endpoint) as client:
         client.add_prefix(UID, "report", REPORT, copies="all")
         client.add_prefix(UID, "guide", messages=MESSAGES, copies="all")
@@ -49,7 +48,7 @@ def kept(client: XavierClient, name: str, uid: str = UID) -> NamedPrefix:
     return client.prefix(uid, name)
 
 
-def ask(model: LocalCluster, path: str, text: str, **more: Any) -> requests.Response:
+def ask(model: Model, path: str, text: str, **more: Any) -> requests.Response:
     """What comes from `headers` in `more` is sent as such."""
     headers = {"anthropic-version": "2023-06-01", **more.pop("headers", {})}
     body = body_of(path, UID, text, 8, temperature=0, **more)
@@ -57,7 +56,7 @@ def ask(model: LocalCluster, path: str, text: str, **more: Any) -> requests.Resp
 
 
 def test_a_named_prompt_is_computed_once_and_used_by_both_replicas(
-    model: LocalCluster, client: XavierClient
+    model: Model, client: XavierClient
 ) -> None:
     found = client.prefix(UID, "report")
     assert found.tokens > 2000
@@ -74,9 +73,7 @@ def test_a_named_prompt_is_computed_once_and_used_by_both_replicas(
         assert cached > 0.9 * found.tokens
 
 
-def test_named_messages_go_before_those_of_every_route(
-    model: LocalCluster, client: XavierClient
-) -> None:
+def test_named_messages_go_before_those_of_every_route(model: Model, client: XavierClient) -> None:
     *_, found = client.watch_prefix(UID, "guide")
     assert found.state == "kept"
     for path in TEXT_ROUTES[1:]:
@@ -99,7 +96,7 @@ def test_terms_are_changed(client: XavierClient) -> None:
     wait_until(is_firm, "no copy can be evicted")
 
 
-def test_an_unknown_name_is_refused(model: LocalCluster, client: XavierClient) -> None:
+def test_an_unknown_name_is_refused(model: Model, client: XavierClient) -> None:
     answer = ask(model, COMPLETIONS, "Hello", prefix_name="reprot")
     assert answer.status_code == 404
     assert "did you mean 'report'?" in answer.text
@@ -112,7 +109,7 @@ def test_a_short_text_is_refused(client: XavierClient) -> None:
         client.add_prefix(UID, "short", "Hello")
 
 
-def test_what_is_lost_is_computed_again(model: LocalCluster, client: XavierClient) -> None:
+def test_what_is_lost_is_computed_again(model: Model, client: XavierClient) -> None:
     (before,) = (each for each in client.prefixes(UID) if each.name == "report")
     client.flush(UID)
     wait_until(lambda: client.prefix(UID, "report").state != "kept", "it is lost")
@@ -121,18 +118,17 @@ def test_what_is_lost_is_computed_again(model: LocalCluster, client: XavierClien
 
 @pytest.mark.long
 def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request(
-    model: LocalCluster, client: XavierClient
+    model: Model, client: XavierClient
 ) -> None:
     text = document(42, ROWS)
     for number in range(4):  # two at each replica
         ask(model, COMPLETIONS, f"{text}Question {number}")
-    victim = f"{UID}-rep0"
-    processes.kill(processes.model_process(victim))
-    wait_until(lambda: len(client.status(UID).replicas) < 2, "a replica is lost")
-    wait_for_engine(lambda: can_fetch(model, UID, 2), "another engine has taken its place")
+    lost = model.replicas()[model.first]["incarnation"]
+    processes.kill(processes.model_process(model.first))
+    model.wait_until_sharing(without=lost)
 
     def replica() -> ReplicaStatus:
-        (found,) = (each for each in client.status(UID).replicas if each.replica == victim)
+        (found,) = (each for each in client.status(UID).replicas if each.replica == model.first)
         return found
 
     wait_until(lambda: replica().fetches.committed > 0, "it has fetched")
@@ -150,16 +146,15 @@ def test_a_replica_that_is_replaced_has_what_others_use_before_its_first_request
 
 @pytest.mark.long
 def test_names_survive_a_launch_with_other_weights(
-    model: LocalCluster, client: XavierClient, tmp_path: Path
+    model: Model, client: XavierClient, tmp_path: Path
 ) -> None:
     before = client.prefix(UID, "report")
-    model.terminate(UID)
-    model.register(make_model(tmp_path / "other", OTHER_WEIGHTS), "other")
-    model.launch("other", UID, **ARGUMENTS)
-    wait_for_engine(lambda: can_fetch(model, UID, 2), "both replicas can fetch")
+    model.cluster.terminate(UID)
+    model.cluster.register(make_model(tmp_path / "other", OTHER_WEIGHTS), "other")
+    model.launch("other")
     found = kept(client, "report")
     assert (found.created, found.tokens) == (before.created, before.tokens)
-    assert found.replicas.keys() == {f"{UID}-rep0", f"{UID}-rep1"}
+    assert found.replicas.keys() == {model.first, model.second}
     whole = ask(model, COMPLETIONS, REPORT + "What is this?", cache_salt="cold").json()
     answer = ask(model, COMPLETIONS, "What is this?", prefix_name="report").json()
     assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
@@ -171,7 +166,7 @@ def test_in_full_pools_hard_ones_stay_and_soft_ones_give_way(cluster: LocalClust
     """A document and the two names together are larger than a pool."""
     uid, numbers = "full", count(50)
     with (
-        launched(cluster, uid, xavier_pool_bytes="128MiB"),
+        launched(cluster, uid, xavier_pool_bytes="128MiB") as model,
         XavierClient(cluster.endpoint) as client,
     ):
         client.add_prefix(uid, "hard", document(48, ROWS), copies="all", retention="hard")
@@ -180,7 +175,7 @@ def test_in_full_pools_hard_ones_stay_and_soft_ones_give_way(cluster: LocalClust
         kept(client, "soft", uid)
 
         def soft_gives_way() -> bool:
-            cluster.complete(uid, document(next(numbers), ROWS), max_tokens=1)
+            model.complete(document(next(numbers), ROWS), max_tokens=1)
             hard = client.prefix(uid, "hard")
             assert all(copy.firm and copy.held == copy.chunks for copy in hard.replicas.values())
             return client.prefix(uid, "soft").state != "kept"
@@ -190,9 +185,7 @@ def test_in_full_pools_hard_ones_stay_and_soft_ones_give_way(cluster: LocalClust
 
 
 @pytest.mark.long
-def test_marks_that_move_with_a_chat_cost_no_request(
-    model: LocalCluster, client: XavierClient
-) -> None:
+def test_marks_that_move_with_a_chat_cost_no_request(model: Model, client: XavierClient) -> None:
     def requests_of_replicas() -> int:
         return sum(each.requests for each in client.status(UID).replicas)
 
@@ -220,7 +213,7 @@ def test_marks_that_move_with_a_chat_cost_no_request(
     client.remove_prefix(UID, "later")
 
 
-def test_a_removed_name_is_unknown(model: LocalCluster, client: XavierClient) -> None:
+def test_a_removed_name_is_unknown(model: Model, client: XavierClient) -> None:
     for name in ("report", "guide"):
         client.remove_prefix(UID, name)
     assert client.prefixes(UID) == []

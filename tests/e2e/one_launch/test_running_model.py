@@ -8,36 +8,34 @@ import pytest
 from click.testing import CliRunner
 
 from examples import long_document_questions, multi_turn_chat, retrieval
-from examples.local_cluster import LocalCluster
-from tests.e2e.asking import CHUNK, question
-from tests.e2e.conftest import FETCH_TIMEOUT, can_fetch, wait_until
-from tests.e2e.one_launch.conftest import UID, ask, compute, replicas, share
+from tests.e2e.conftest import FETCH_TIMEOUT
+from tests.e2e.model import CHUNK, Model, question, wait_until
+from tests.e2e.one_launch.conftest import UID
+from tests.e2e.text_routes import CHAT
 from xinference_xavier.cli.commands import main
 from xinference_xavier.client import XavierClient
 
 pytestmark = pytest.mark.usefixtures("empty_pools")
 
 
-def test_explain_says_what_a_request_finds(model: LocalCluster) -> None:
-    before = replicas(model)
-    donor, cold = compute(model, question(110))
-    (consumer,) = set(before) - {donor}
+def test_explain_says_what_a_request_finds(model: Model) -> None:
+    cold = model.compute(model.first, question(110))
     whole = cold.prompt_tokens // CHUNK * CHUNK
+    donor, consumer = (
+        model.replicas()[each]["incarnation"] for each in (model.first, model.second)
+    )
     with XavierClient(model.endpoint) as client:
         answer = client.explain(UID, question(110))
     assert (answer.prompt_tokens, answer.chunk_tokens) == (cold.prompt_tokens, CHUNK)
     assert {chunk.holders for chunk in answer.chunks} == {frozenset({donor})}
     assert (answer.held(donor), answer.held(consumer)) == (whole, 0)
-    asked, remote = ask(model, question(110))
-    assert (asked, remote.cached_tokens) == (consumer, whole)
+    assert model.ask(model.second, question(110)).cached_tokens == whole
 
 
-def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
+def test_explain_knows_what_a_chat_becomes(model: Model) -> None:
     """xinference applies its own chat template for the model, and `explain` the engine's."""
     messages = [{"role": "user", "content": question(112)}]
-    before = replicas(model)
-    body = {"model": UID, "messages": messages, "max_tokens": 1}
-    model.call("POST", "/v1/chat/completions", body)
+    model.post(question(112), path=CHAT)
 
     def held() -> bool:
         answer = client.explain(UID, messages=messages)
@@ -45,19 +43,18 @@ def test_explain_knows_what_a_chat_becomes(model: LocalCluster) -> None:
 
     with XavierClient(model.endpoint) as client:
         wait_until(held, "a replica holds every chunk of the chat")
-    assert set(replicas(model)) == set(before)
 
 
-def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
-    donor, cold = compute(model, question(111))
+def test_what_was_dropped_is_computed_again(model: Model) -> None:
+    cold = model.compute(model.first, question(111))
     with XavierClient(model.endpoint) as client:
         dropped = client.flush(UID)
     assert [replica.pool.used for replica in dropped.replicas] == [0, 0]
-    wait_until(lambda: replicas(model)[donor]["holdings"] == 0, "the tracker knows of the flush")
-    asked, again = ask(model, question(111))
-    assert asked != donor
-    assert (again.cached_tokens, again.tokens) == (0, cold.tokens)
-    share(model, seed=113)
+    wait_until(
+        lambda: model.replicas()[model.first]["holdings"] == 0, "the tracker knows of the flush"
+    )
+    assert model.compute(model.second, question(111)).tokens == cold.tokens
+    model.share(model.second, model.first, question(113))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ def test_what_was_dropped_is_computed_again(model: LocalCluster) -> None:
     ids=["long documents", "chat", "retrieval"],
 )
 def test_an_example_shows_what_came_from_a_peer(
-    model: LocalCluster,
+    model: Model,
     capsys: pytest.CaptureFixture[str],
     example: Callable[[Sequence[str]], None],
     words: str,
@@ -82,9 +79,9 @@ def test_an_example_shows_what_came_from_a_peer(
     assert int(copied.replace(",", "")) > 1000
 
 
-def test_defaults_of_the_cluster_apply_and_are_named(model: LocalCluster) -> None:
+def test_defaults_of_the_cluster_apply_and_are_named(model: Model) -> None:
     """The launch has a queue of its own, and the environment a time limit of fetches."""
-    for replica in model.xavier(UID)["replicas"]:
+    for replica in model.status()["replicas"]:
         assert replica["from_environment"] == ["fetch_timeout"]
     with XavierClient(model.endpoint) as client:
         for check in client.cluster()["models"][UID]["self_checks"].values():
@@ -94,29 +91,20 @@ def test_defaults_of_the_cluster_apply_and_are_named(model: LocalCluster) -> Non
     assert f"{UID}: {UID}-rep0 has xavier_fetch_timeout from the environment" in doctor.output
 
 
-def test_a_replica_added_later_gets_hits(model: LocalCluster) -> None:
-    known = set(replicas(model))
-    text = question(108)
-    cold = model.complete(UID, text)
-    held = sum(replica["holdings"] for replica in replicas(model).values())
-    model.add_replica(UID)
-    wait_until(lambda: can_fetch(model, UID, 3), "the third replica has joined")
-    (added,) = set(replicas(model)) - known
-    assert held > 0
-    answers = [ask(model, text) for _ in range(3)]
-    hit = next(answer for incarnation, answer in answers if incarnation == added)
+def test_a_replica_that_is_added_copies_and_one_that_is_removed_is_forgotten(model: Model) -> None:
+    cold = model.compute(model.first, question(108))
+    model.cluster.add_replica(UID)
+    wait_until(lambda: model.is_sharing(3), "the third replica has joined")
+    (added,) = model.replicas().keys() - {model.first, model.second}
+    hit = model.ask(added, question(108))
     assert hit.cached_tokens == cold.prompt_tokens // CHUNK * CHUNK
     assert hit.tokens == cold.tokens
+    last = max(each["replica_id"] for each in model.cluster.replicas(UID))
+    model.cluster.remove_replica(UID, last)
+    wait_until(lambda: added not in model.replicas(), "the tracker forgets it")
 
 
-def test_a_removed_replica_disappears_from_the_tracker(model: LocalCluster) -> None:
-    before = len(replicas(model))
-    last = max(replica["replica_id"] for replica in model.replicas(UID))
-    model.remove_replica(UID, last)
-    wait_until(lambda: len(replicas(model)) == before - 1, "the replica is gone")
-
-
-def test_an_operator_tries_whether_sharing_helps(model: LocalCluster) -> None:
+def test_an_operator_tries_whether_sharing_helps(model: Model) -> None:
     """And finds routing and sharing as they were."""
     with XavierClient(model.endpoint) as client, ExitStack() as at_end:
         at_end.callback(client.set_routing, UID, "off")

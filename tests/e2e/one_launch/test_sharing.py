@@ -19,10 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.documents import document, prompt, questions
-from examples.local_cluster import LocalCluster
-from tests.e2e.asking import CHUNK, ROWS, TIMEOUT, question, tracker_exists
-from tests.e2e.conftest import can_fetch, wait_until
-from tests.e2e.one_launch.conftest import UID, ask, compute, replicas, share
+from tests.e2e.model import CHUNK, ROWS, TIMEOUT, Model, question, wait_until
 from tests.faults import CORRUPT_ROW, Fault
 from tests.harness import asynchronous
 from xinference_xavier.client import XavierClient
@@ -36,18 +33,18 @@ def rolled_back(replica: Mapping[str, Any]) -> Counter[str]:
     return Counter(replica["fetches"]["rolled_back"])
 
 
-def test_its_engines_schedule_as_engines_on_gpus_do(model: LocalCluster) -> None:
-    assert model.log.read_text().count(asynchronous.LINE) >= 2
+def test_its_engines_schedule_as_engines_on_gpus_do(model: Model) -> None:
+    assert model.cluster.log.read_text().count(asynchronous.LINE) >= 2
 
 
-def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -> None:
+def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: Model) -> None:
     """A remote hit moves bytes and has the tokens and log-probabilities of a local hit."""
-    before = replicas(model)
-    donor, consumer, remote = share(model, seed=100)
+    donor, consumer = model.first, model.second
+    before = model.replicas()
+    remote = model.share(donor, consumer, question(100))
     whole = remote.prompt_tokens // CHUNK
-    assert remote.cached_tokens == whole * CHUNK
 
-    after = replicas(model)
+    after = model.replicas()
     moved = after[consumer]["bytes_received"] - before[consumer]["bytes_received"]
     assert moved == whole * after[consumer]["pool"]["row_bytes"]
     assert after[donor]["bytes_sent"] - before[donor]["bytes_sent"] == moved
@@ -58,68 +55,67 @@ def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: LocalCluster) -
         assert sum(now["counts"]) == sum(earlier["counts"]) + 1
         assert 0 < now["sum"] - earlier["sum"] < TIMEOUT
 
-    local_donor, local = ask(model, question(100))
-    assert local_donor == donor
+    local = model.ask(donor, question(100))
     assert local.cached_tokens == remote.cached_tokens
-    # A request with a salt of its own reuses nothing, so its answer is computed cold.
-    salts = ("alone", "alone too")
-    computed = dict(ask(model, question(100), cache_salt=salt) for salt in salts)
-    assert [computed[each].cached_tokens for each in (donor, consumer)] == [0, 0]
-    assert local.tokens == computed[donor].tokens
+    # A request with a salt of its own reuses nothing.
+    cold, other = (
+        model.compute(each, question(100), cache_salt=each) for each in (donor, consumer)
+    )
+    assert local.tokens == cold.tokens
     # First compare the engines themselves: if they differ, the rest says nothing of sharing.
-    assert computed[consumer].logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
-    assert local.logprobs == pytest.approx(computed[donor].logprobs, abs=1e-4)
+    assert other.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
+    assert local.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
     assert remote.tokens == local.tokens
     assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
 
 
-def test_generated_tokens_are_offered_too(model: LocalCluster) -> None:
+def test_generated_tokens_are_offered_too(model: Model) -> None:
     """They serve the next turn of a chat. A random model cannot show that turn itself, because its
     output does not tokenize back to the same tokens."""
-    before = replicas(model)
-    replica, answer = ask(model, question(102), max_tokens=3 * CHUNK)
+
+    def held() -> int:
+        return int(model.replicas()[model.first]["holdings"])
+
+    before = held()
+    answer = model.ask(model.first, question(102), max_tokens=3 * CHUNK)
     with_answer = (answer.prompt_tokens + 3 * CHUNK - 1) // CHUNK
     assert with_answer > answer.prompt_tokens // CHUNK
-    wait_until(
-        lambda: replicas(model)[replica]["holdings"] >= before[replica]["holdings"] + with_answer,
-        "the chunks of prompt and answer are published",
-    )
+    wait_until(lambda: held() >= before + with_answer, "the chunks of both are published")
 
 
-def test_a_tenants_salt_isolates_its_prefixes(model: LocalCluster) -> None:
-    _, cold = compute(model, question(103), cache_salt="tenant a")
-    _, other = ask(model, question(103), cache_salt="tenant b")
+def test_a_tenants_salt_isolates_its_prefixes(model: Model) -> None:
+    cold = model.compute(model.first, question(103), cache_salt="tenant a")
+    other = model.ask(model.second, question(103), cache_salt="tenant b")
     assert other.cached_tokens == 0
     assert other.tokens == cold.tokens
 
 
-def test_sharing_is_switched_off_and_on_at_run_time(model: LocalCluster) -> None:
-    model.switch_sharing(UID, False)
-    assert model.xavier(UID)["enabled"] is False
-    _, _, alone = share(model, seed=104)
-    assert alone.cached_tokens == 0
-    model.switch_sharing(UID, True)
-    _, _, shared = share(model, seed=105)
-    assert shared.cached_tokens > 0
+def test_sharing_is_switched_off_and_on_at_run_time(model: Model) -> None:
+    model.cluster.switch_sharing(model.uid, False)
+    assert model.status()["enabled"] is False
+    model.compute(model.first, question(104))
+    assert model.ask(model.second, question(104)).cached_tokens == 0
+    model.cluster.switch_sharing(model.uid, True)
+    model.share(model.first, model.second, question(105))
 
 
-def test_of_two_that_get_a_long_prompt_at_once_one_computes_it(model: LocalCluster) -> None:
+def test_of_two_that_get_a_long_prompt_at_once_one_computes_it(model: Model) -> None:
     """The answers are equal even if waiting did not pay on a busy machine."""
-    before = replicas(model)
+    before = model.replicas()
     assert all(replica["prefill_tokens_per_s"] for replica in before.values())
     text = prompt(document(115, 3 * ROWS), questions(115, 3 * ROWS)[0])
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda _: model.complete(UID, text), range(2)))
+        answers = list(pool.map(model.complete, [text, text]))
     assert answers[0].tokens == answers[1].tokens
 
     def counted(name: str) -> int:
-        after = replicas(model)
+        after = model.replicas()
         return sum(after[each]["waits"][name] - before[each]["waits"][name] for each in before)
 
     wait_until(lambda: counted("claimed") == counted("waited") == 1, "one computed, one waited")
 
 
-def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) -> None:
+def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: Model) -> None:
     program = Path(sys.executable).parent / "xinference-xavier"
     words = [program, "doctor", "--json", "--endpoint", model.endpoint]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -132,23 +128,23 @@ def test_doctor_finds_nothing_that_keeps_them_from_sharing(model: LocalCluster) 
         facts = client.cluster()
     (worker,) = facts["workers"].values()
     assert worker["versions"]["vllm"]
-    self_checks = facts["models"][UID]["self_checks"].values()
+    self_checks = facts["models"][model.uid]["self_checks"].values()
     assert all(set(each["peers"].values()) == {None} for each in self_checks)
     first, second = (each["fingerprint_fields"] for each in self_checks)
     assert first == second
     assert first["model.dtype"] == "torch.float32"
 
 
-def test_events_are_heard_over_xinferences_own_server(model: LocalCluster) -> None:
+def test_events_are_heard_over_xinferences_own_server(model: Model) -> None:
     with XavierClient(model.endpoint) as client:
-        events = client.events(UID)
+        events = client.events(model.uid)
         assert next(events).event == "ReplicaJoined"
-        assert next(client.watch(UID)).model_uid == UID
+        assert next(client.watch(model.uid)).model_uid == model.uid
 
 
-def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
+def test_xinferences_own_metrics_show_a_remote_hit(model: Model) -> None:
     """Our metrics appear beside xinference's own, without a key."""
-    _, consumer, answer = share(model, seed=114)
+    answer = model.share(model.second, model.first, question(114))
     shown = httpx.get(f"{model.endpoint}/metrics").text
     assert "\nxinference:model_info{" in shown
     samples = [
@@ -165,28 +161,27 @@ def test_xinferences_own_metrics_show_a_remote_hit(model: LocalCluster) -> None:
     (worker,) = {
         sample.labels["worker_address"]
         for sample in samples
-        if sample.name == "xinference:model_info" and sample.labels["model_uid"] == UID
+        if sample.name == "xinference:model_info" and sample.labels["model_uid"] == model.uid
     }
-    number = replicas(model)[consumer]["replica"].removeprefix(f"{UID}-rep")
-    labels = {"model_uid": UID, "replica_index": number, "worker_address": worker}
+    labels = {"model_uid": model.uid, "replica_index": "0", "worker_address": worker}
     (tokens,) = values(f"{PREFIX}prompt_tokens_total", **labels, source="remote")
     assert tokens >= answer.cached_tokens > 0
     fetched = {**labels, "outcome": "committed", "transport": "shared_memory"}
     (fetches,) = values(f"{PREFIX}fetches_total", **fetched)
     assert fetches >= 1
-    assert values(f"{PREFIX}up") == values(f"{PREFIX}tracker_up", model_uid=UID) == [1]
+    assert values(f"{PREFIX}up") == values(f"{PREFIX}tracker_up", model_uid=model.uid) == [1]
 
 
 def test_the_log_says_once_that_sharing_works_and_once_that_it_stopped(
-    model: LocalCluster,
+    model: Model,
 ) -> None:
     """The lines look like vLLM's own. An earlier test has switched sharing off and on."""
     lines = [
         line
-        for line in model.log.read_text().splitlines()
+        for line in model.cluster.log.read_text().splitlines()
         if re.search("sharing (works|stopped)", line)
     ]
-    for incarnation in replicas(model):
+    for incarnation in model.incarnations():
         told = [line for line in lines if incarnation in line]
         changes = ["sharing works" in line for line in told]
         assert changes == [number % 2 == 0 for number in range(len(told))]
@@ -194,66 +189,58 @@ def test_the_log_says_once_that_sharing_works_and_once_that_it_stopped(
         assert "WARNING" in told[1]
 
 
-def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: LocalCluster) -> None:
-    before = replicas(model)
-    donor, cold = compute(model, question(106))
-    (consumer,) = set(before) - {donor}
-    os.kill(replicas(model)[consumer]["transfer_pid"], 9)
-    _, answer = ask(model, question(106))
-    assert answer.tokens == cold.tokens
-    wait_until(lambda: can_fetch(model, UID, 2), "the transfer process is back")
-    _, _, again = share(model, seed=107)
-    assert again.cached_tokens > 0
-    assert replicas(model)[consumer]["transfer_restarts"] == 1
+def test_a_killed_transfer_process_costs_a_recomputation_at_most(model: Model) -> None:
+    donor, consumer = model.first, model.second
+    cold = model.compute(donor, question(106))
+    os.kill(model.replicas()[consumer]["transfer_pid"], 9)
+    assert model.ask(consumer, question(106)).tokens == cold.tokens
+    wait_until(model.is_sharing, "the transfer process is back")
+    model.share(donor, consumer, question(107))
+    assert model.replicas()[consumer]["transfer_restarts"] == 1
 
 
-def test_a_damaged_byte_is_noticed_and_the_answer_is_right(
-    model: LocalCluster, fault: Path
-) -> None:
-    donor, cold = compute(model, question(116))
-    before = replicas(model)
+def test_a_damaged_byte_is_noticed_and_the_answer_is_right(model: Model, fault: Path) -> None:
+    cold = model.compute(model.first, question(116))
+    earlier = model.replicas()[model.second]
     fault.write_text(Fault.CORRUPT)
     try:
-        consumer, answer = ask(model, question(116))
+        answer = model.ask(model.second, question(116))
     finally:
         fault.write_text(Fault.NONE)
-    assert consumer != donor
     assert answer.tokens == cold.tokens
     assert answer.logprobs == pytest.approx(cold.logprobs, abs=1e-4)
-    earlier, now = before[consumer], replicas(model)[consumer]
+    now = model.replicas()[model.second]
     assert rolled_back(now) - rolled_back(earlier) == {"checksum": 1}
     # The rows before the damaged one count, as many as were there when it was found.
     assert now["hits"]["remote"] - earlier["hits"]["remote"] <= CORRUPT_ROW * CHUNK
 
 
-def test_a_donor_killed_while_it_serves_costs_a_recomputation(
-    model: LocalCluster, fault: Path
-) -> None:
+def test_a_donor_killed_while_it_serves_costs_a_recomputation(model: Model, fault: Path) -> None:
     """One of the last, because it costs a replica."""
-    donor, cold = compute(model, question(117))
-    before = replicas(model)
-    (consumer,) = set(before) - {donor}
+    donor, consumer = model.first, model.second
+    cold = model.compute(donor, question(117))
+    before = model.replicas()
     engine = psutil.Process(before[donor]["transfer_pid"]).parent()
     assert engine is not None
 
     def is_fetching() -> bool:
-        fetches = [each[consumer]["fetches"]["started"] for each in (before, replicas(model))]
+        fetches = [each[consumer]["fetches"]["started"] for each in (before, model.replicas())]
         return fetches[0] < fetches[1]
 
     fault.write_text(Fault.STALL)
     try:
         with ThreadPoolExecutor(1) as client:
-            asking = client.submit(model.complete, UID, question(117))
+            asking = client.submit(model.answer, consumer, question(117))
             wait_until(is_fetching, "the fetch is under way")
             engine.send_signal(signal.SIGKILL)
             answer = asking.result()
     finally:
         fault.write_text(Fault.NONE)
     assert answer.tokens == cold.tokens
-    assert rolled_back(replicas(model)[consumer]) - rolled_back(before[consumer])
+    assert rolled_back(model.replicas()[consumer]) - rolled_back(before[consumer])
 
 
-def test_terminating_the_model_leaves_no_actor_of_ours(model: LocalCluster) -> None:
-    assert tracker_exists(model, UID)
-    model.terminate(UID)
-    assert not tracker_exists(model, UID)
+def test_terminating_the_model_leaves_no_actor_of_ours(model: Model) -> None:
+    assert model.has_tracker()
+    model.cluster.terminate(model.uid)
+    assert not model.has_tracker()
