@@ -185,7 +185,7 @@ async def test_what_shares_with_a_warning(
 # -- what is left to xinference ----------------------------------------------------------------
 
 ON, BUILT_IN, OFF = {ENABLE: "yes"}, {ENABLE: True}, {ENABLE: False}
-UPSTREAM = dict.fromkeys(UPSTREAM_OPTIONS, 1) | {"xavier_new_upstream_option": 2}
+UPSTREAM = dict.fromkeys(sorted(UPSTREAM_OPTIONS), 1) | {"xavier_new_upstream_option": 2}
 FOREIGN: list[tuple[Given, str]] = [
     ({"model_engine": "SGLang"}, "model_engine='SGLang' cannot share its cache; use vLLM"),
     ({"model_engine": None}, "model_engine=None cannot share"),
