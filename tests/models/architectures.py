@@ -5,6 +5,7 @@ Weights are large enough for the answer to depend on the whole prompt.
 
 import json
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class Architecture(NamedTuple):
     common: bool = False
     """Always tested; the others only in `make test-long`."""
     runs_here: bool = True
-    """Whether vLLM's CPU build has a kernel for it on this processor."""
+    """Whether vLLM's CPU build has a kernel for it on this processor, and all packages."""
 
     def arguments_for(self, folder: Path) -> dict[str, Any]:
         """`arguments` for the model in `folder`, which may be its own draft model."""
@@ -240,6 +241,20 @@ ARCHITECTURES = {
         common=True,
         loads_all=False,
         pool_bytes=2 << 20,
+    ),
+    "qwen3_5": Architecture(
+        transformers.Qwen3_5TextConfig,
+        {
+            "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
+        chunk=288,
+        fills_pool=False,
+        loads_all=False,
+        pool_bytes=2 << 20,
+        # PyPI has it for CUDA only. vLLM imports it for images, and needs none of its operators.
+        runs_here=find_spec("torchvision") is not None,
     ),
     "falcon_h1": Architecture(
         transformers.FalconH1Config,
