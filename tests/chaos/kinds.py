@@ -131,7 +131,7 @@ def _killed_while_it_drains(cluster: Cluster, step: Step) -> bool:
 
 
 def _stopped(cluster: Cluster, step: Step) -> bool:
-    """For a moment, or beyond a fetch's deadline."""
+    """Suspend it for a moment, or beyond a fetch's deadline."""
     with cluster.stop(step.target) as stands_still:
         seen = until(stands_still, 1.0)
         _wait(0.1 + step.strength * (0.6 * LEASE - 0.1))

@@ -105,7 +105,7 @@ class Model:
         return asyncio.run(look())
 
     def is_sharing(self, count: int = 2, *, without: str = "") -> bool:
-        """Whether exactly `count` replicas have joined, all with a transfer process. The
+        """True if exactly `count` replicas have joined, all with a transfer process. The
         incarnation `without` must not be among them."""
         try:
             known = self.status()["replicas"]

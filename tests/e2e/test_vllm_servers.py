@@ -217,8 +217,8 @@ def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_what_one_server_of_the_example_has_computed_the_other_copies(
     model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in its README. At the end, the script stops everything that it started. This test is the
-    first, before the servers of the others run."""
+    """Its README says how. At the end, the script stops everything that it started. This test is
+    the first, before the servers of the others run."""
     tracker, *ports = (str(free_port(HOST)) for _ in range(3))
     environment = ENVIRONMENT | {
         "PATH": f"{PROGRAMS}:{os.environ['PATH']}",

@@ -56,7 +56,7 @@ class Architecture(NamedTuple):
     common: bool = False
     """Always tested; the others only in `make test-long`."""
     runs_here: bool = True
-    """Whether vLLM's CPU build has a kernel for it on this processor, and all packages."""
+    """True if vLLM's CPU build has a kernel for it on this processor, and all packages."""
 
     def arguments_for(self, folder: Path) -> dict[str, Any]:
         """`arguments` for the model in `folder`, which may be its own draft model."""

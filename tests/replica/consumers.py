@@ -84,7 +84,7 @@ class Consumer:
         return fetch
 
     def holds(self, keys: Sequence[bytes]) -> bool:
-        """Whether the pool has the right bytes of these chunks."""
+        """True if the pool has the right bytes of these chunks."""
         rows = [row for row in map(self.pool.lookup, keys) if row is not None]
         size = self.region.row_bytes
         right = (np.array_equal(self.region.row(r.slot), content(r.key, size)) for r in rows)
@@ -150,7 +150,7 @@ class Life(Consumer):
 
 @asynccontextmanager
 async def life(parent: Path, canary: Sketch | None = CANARY, **options: Any) -> AsyncIterator[Life]:
-    """With a `canary` that its engine computes at the start."""
+    """One whose engine computes a `canary` at the start."""
     replica = Life(parent, **options)
     running = asyncio.ensure_future(replica.disk.run(replica.publisher))
     if canary is not None:

@@ -106,7 +106,7 @@ class TestTrust:
         assert not scene.peers.is_usable("peer")
 
     async def test_ends_with_a_row_that_differs(self, scene: Scene) -> None:
-        """Until the tracker has parted them: another peer may have rows of that donor, too."""
+        """It is back once the tracker has parted them: other peers may have rows of that donor."""
         scene.update(compared("peer"), compared("other"))
         scene.judged()
         before = scene.canary.report

@@ -186,7 +186,7 @@ def consumer(source: Source) -> Consumer:
 
 
 def is_idle(consumer: Consumer) -> bool:
-    """Whether no slot is being written."""
+    """True if no slot is being written."""
     counts = consumer.pool.counts()
     return counts.filling == counts.quarantined == 0
 
