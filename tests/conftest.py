@@ -73,6 +73,6 @@ async def tracker(pool: Any) -> Any:
 @pytest.fixture
 def stoppable_tracker() -> Iterator[TrackerProcess]:
     """One that the test may suspend or kill."""
-    tracker = TrackerProcess(context=spawned())
+    tracker = TrackerProcess(context=spawned(), lease=3600.0)  # however busy the machine is
     yield tracker
     tracker.kill()

@@ -124,7 +124,7 @@ async def test_an_error_does_not_end_the_expiry(caplog: pytest.LogCaptureFixture
 
 async def test_all_of_it_travels_between_processes(stoppable_tracker: TrackerProcess) -> None:
     tracker = await xo.actor_ref(address=stoppable_tracker.address, uid=tracker_uid(MODEL))
-    assert (await join(tracker, A, B)).lease == 10.0
+    assert (await join(tracker, A, B)).lease == 3600.0
     assert await tracker.publish(NS, "a", 1, K1, b"") is Outcome.APPLIED
     update = await look(tracker, "b")
     assert update.news == (Settings(), A, Change("a", 1, K1, b"", True))
