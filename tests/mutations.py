@@ -246,7 +246,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/donor.py",
-        "if not (self._namespace.is_reset and self._peers.enabled):",
+        "if not (self._namespace.resets_done and self._peers.enabled):",
         "if not self._peers.enabled:",
         "during a reset, peers with the old weights get what the new ones computed",
         ("tests/replica/test_donor.py",),

@@ -326,7 +326,7 @@ async def test_a_reset_ends_the_use_until_the_weights_are_known(tmp_path: Path) 
     async with life(tmp_path) as replica:
         await replica.save(keys)
         replica.tier.reset()
-        await replica.until(lambda: replica.namespace.is_reset)
+        await replica.until(lambda: replica.namespace.resets_done)
         assert not replica.disk.index
         assert await replica.namespace.rejoin("2", replica.namespace.announced)
         replica.disk.probed(b"another canary", OTHER)
@@ -360,7 +360,7 @@ async def test_a_store_that_was_begun_with_before_a_reset_is_left_alone(
             replica.disk.probed(b"canary", OTHER)
         await replica.until(begun.is_set)
         replica.tier.reset()
-        await replica.until(lambda: replica.namespace.is_reset)
+        await replica.until(lambda: replica.namespace.resets_done)
         assert await replica.namespace.rejoin("2", replica.namespace.announced)
         replica.disk.probed(b"canary", CANARY)
         go_on.set()

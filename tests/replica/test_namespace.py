@@ -63,7 +63,7 @@ async def reset(namespace: SharedNamespace) -> None:
 
 def test_without_a_reset_it_is_the_engines_own(namespace: SharedNamespace) -> None:
     assert namespace.current == "own"
-    assert namespace.is_reset
+    assert namespace.resets_done
     assert namespace.durable == "own"
 
 
@@ -88,10 +88,10 @@ async def test_resets_that_are_announced_before_the_move_are_one(
     namespace.announce_reset()
     tracker.may_end.set()
     await moving
-    assert not namespace.is_reset, "the third one came later"
+    assert not namespace.resets_done, "the third one came later"
     first = namespace.current
     await namespace.isolate()
-    assert namespace.is_reset
+    assert namespace.resets_done
     second = namespace.current
     await namespace.isolate()
     assert "own" != first != second == namespace.current

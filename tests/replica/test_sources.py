@@ -275,11 +275,9 @@ async def test_a_source_that_hangs_costs_the_deadline_and_writes_to_no_reused_sl
     await source.keep([first, *keys])
     await consumer.fetch([first])  # this opens a link
     source.gate.close()
-    began = time.monotonic()
     fetch, fetching = consumer.begin(keys, SOON)
     assert consumer.fetcher.counts.in_flight == {consumer.source: 2}
     await consumer.until(fetch.ended.is_set)
-    assert time.monotonic() - began < NEVER / 2
     assert outcome(fetch) == ("timeout", 0)
     others = fresh_keys(consumer.pool.slots)
     fill(consumer.region, consumer.pool, others)

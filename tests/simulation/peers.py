@@ -172,11 +172,11 @@ class Peers(ScriptedTier):
 
     @property
     def sharing(self) -> bool:
-        return self.namespace.is_reset
+        return self.namespace.resets_done
 
     @property
     def reaches_peers(self) -> bool:
-        return self.is_ready and self.namespace.is_reset
+        return self.is_ready and self.namespace.resets_done
 
     def submit_load(self, source: str, rows: list[Row], deadline: float) -> Fetch | None:
         fetch = super().submit_load(source, rows, deadline)
@@ -219,7 +219,7 @@ class Peers(ScriptedTier):
 
     def compute_canary(self, weights: int) -> None:
         """The engine computes what tells weights apart."""
-        if self.namespace.is_reset:
+        if self.namespace.resets_done:
             self.disk.probed(b"canary", {"layer": ("float32", [1.0, float(weights)])})
 
     def hold(self, peer: str, keys: set[bytes]) -> None:

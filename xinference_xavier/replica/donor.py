@@ -104,7 +104,7 @@ class Donor:
         used. Raises GrantRefusedError; LinkError for another version."""
         endpoint = self._process.endpoint
         check_request(request)
-        if not (self._namespace.is_reset and self._peers.enabled):
+        if not (self._namespace.resets_done and self._peers.enabled):
             raise GrantRefusedError("sharing is off")
         if request.namespace != self._namespace.current:
             raise GrantRefusedError("other namespace")

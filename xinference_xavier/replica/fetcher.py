@@ -119,7 +119,7 @@ class Fetcher:
                 scope.undo(self.pool.abort, *fetch.rows)  # does nothing to committed ones
                 # Its rows may have been reserved since the pool was reset, and for the namespace
                 # of before.
-                if not self._namespace.is_reset:
+                if not self._namespace.resets_done:
                     raise GrantRefusedError("reset")
                 if fetch.source == DISK:
                     reason = await self._read(fetch)

@@ -34,7 +34,7 @@ class SharedNamespace:
         disk.move(digest)
 
     @property
-    def is_reset(self) -> bool:
+    def resets_done(self) -> bool:
         """True if all announced resets are done."""
         return self._done == self.announced
 

@@ -149,13 +149,13 @@ class PeerTier:
     def sharing(self) -> bool:
         """False while it is closed, and while a reset is under way."""
         background = self._background
-        return background is not None and background.namespace.is_reset
+        return background is not None and background.namespace.resets_done
 
     @property
     def reaches_peers(self) -> bool:
         """True if rows can be fetched from peers."""
         background = self._background
-        return background is not None and background.namespace.is_reset and background.process.ready
+        return self.sharing and background is not None and background.process.ready
 
     @property
     def saved(self) -> Store | tuple[bytes, ...]:

@@ -342,7 +342,7 @@ class Receiver:
     async def _linked(
         self, donor: str, endpoint: Endpoint, deadline: float, progress: _Progress
     ) -> _OpenLink:
-        """The link from the donor's process at `endpoint`, opened if there is none."""
+        """The link from the donor's process at `endpoint`; opens it if there is none."""
         opened = self._links.pop(donor, None)
         if opened is not None:
             if opened.endpoint == endpoint and time.monotonic() < opened.retry_at:

@@ -76,7 +76,7 @@ class Launch:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """With the environment of all its processes."""
+    """A server, with the environment of all its processes."""
     server: Server = request.param
     name, value = server.default
     monkeypatch.setenv(f"XINFERENCE_XAVIER_{name}", value)
