@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tests.harness.remote import Remote, obey, spawned
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import Region, populate
 from xinference_xavier.transfer.transports.base import Acceptance, Link, Offer, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
@@ -57,7 +57,7 @@ class _Inside:
             link.close()
         self._links.clear()
         self._region = Region.create(rows, row_bytes)
-        self._region.populate()
+        populate(self._region.array)
         self._region.array[:] = np.random.default_rng(seed).integers(0, 256, row_bytes, np.uint8)
 
     def offer(self, name: str) -> bytes:

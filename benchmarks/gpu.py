@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.figures import figure, ratio, shown, table
 from tests.harness.engines import CHUNK, Fleet, Kind, Prompts, whole_chunks
-from xinference_xavier.pool.region import ROW_ALIGNMENT
+from xinference_xavier.pool.region import ROW_ALIGNMENT, populate
+from xinference_xavier.pool.window import Window
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "build" / "gpu-report.json"
@@ -120,10 +121,10 @@ def copies() -> dict[str, Any]:
     rows = CPULoadStoreSpec([*range(COPIED_CHUNKS)])
 
     def worker_over(region: Region) -> Any:
-        return device_worker(caches, per_chunk, DeviceRegion(region, 0, [row_bytes]))
+        return device_worker(caches, per_chunk, DeviceRegion(Window(region), 0, [row_bytes]))
 
     region = Region.create(COPIED_CHUNKS, row_bytes)
-    region.populate()
+    populate(region.array)
     worker = worker_over(region)
     pinned = torch.empty(size, dtype=torch.int8, pin_memory=True)
     plain = torch.empty(size, dtype=torch.int8, device="cuda")
@@ -144,7 +145,7 @@ def copies() -> dict[str, Any]:
 
     began = time.perf_counter()
     large = Region.create(PINNED_BYTES // row_bytes, row_bytes)
-    large.populate()
+    populate(large.array)
     populated = time.perf_counter()
     worker = worker_over(large)
     pinning = time.perf_counter()
@@ -200,13 +201,13 @@ def _seconds_of(copy: Callable[[], object]) -> float:
 def mappings() -> dict[str, Any]:
     """What the driver says if another process registers its own mapping of a pool, and how fast the
     card then copies from and to it. If it does, a hit on the same host needs no copy in between."""
-    from xinference_xavier.pool.region import Region, RegionServer
+    from xinference_xavier.pool.region import Region, serve_region
 
     region = Region.create(MAPPED_BYTES // ROW_ALIGNMENT, ROW_ALIGNMENT)
-    region.populate()
+    populate(region.array)
     region.array.reshape(-1)[:] = 7
     name = f"xavier-mappings-{os.getpid()}"
-    server = RegionServer(region, name)
+    server = serve_region(region, name)
     try:
         context = multiprocessing.get_context("spawn")
         # A process for each: after an error the driver refuses all that follows.

@@ -398,8 +398,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/donor.py",
-        "        self.expire(now)\n        room =",
-        "        room =",
+        "        self.expire(now)\n        consumer,",
+        "        consumer,",
         "consumers that died leave a donor busy, and nobody fetches from it",
         ("tests/replica/test_donor.py",),
     ),

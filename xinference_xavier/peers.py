@@ -35,6 +35,8 @@ from xinference_xavier.runtime.linear_fit import LinearFit
 
 DISK = "disk"
 """The source that is no peer, and how it transports."""
+IN_PLACE = "in_place"
+"""How rows of a neighbour come: they do not move."""
 DISK_BIT = 1
 RETRY_AFTER = 30.0
 """Seconds after the last fetch from a source for which its rate counts. They double whenever the
@@ -69,6 +71,11 @@ class Source:
     tried: float = -math.inf  # when the latest fetch began
     measured: float = -math.inf  # when the latest measured fetch began
     retry_after: float = RETRY_AFTER
+
+    @property
+    def is_neighbour(self) -> bool:
+        """True if rows are loaded from there in place."""
+        return False
 
     def rate(self, now: float = -math.inf) -> LinearFit:
         """Seconds over rows; empty if unknown, so that it predicts 0. Without `now`, it counts
@@ -132,6 +139,11 @@ class Peer(Source, Holder):
     actor: Any = None  # its xoscar reference; kept, because finding it costs a round trip
     linked_by: str = ""  # the transport of the latest fetch
     received: int = 0  # rows from it
+    first_row: int | None = None  # the slot number of its row 0, if our workers have mapped them
+
+    @property
+    def is_neighbour(self) -> bool:
+        return self.first_row is not None
 
 
 class Peers(Members[Peer]):
@@ -237,7 +249,7 @@ class Peers(Members[Peer]):
         """Forget everything but the operator's switch."""
         super().clear()
         self.version += 1
-        self.usable = 0
+        self.usable = self.neighbours = 0
         self.is_compared = False
         self.differing: dict[str, Comparison] = {}  # by incarnation; they may have left
         self._met: dict[str, None] = {}  # incarnations that we may have rows of
@@ -249,6 +261,12 @@ class Peers(Members[Peer]):
         """Note whether this replica computes what others of its namespace compute."""
         self.is_compared = compared
         self._set_usable()
+
+    def map(self, name: str, first_row: int | None) -> None:
+        """Our workers have mapped the peer's pool from this row on, or no longer have it."""
+        if (peer := self.get(name)) is not None and peer.first_row != first_row:
+            peer.first_row = first_row
+            self._set_usable()
 
     def expect(self, epoch: str, seconds: float) -> None:
         """The tracker's index is `epoch`. If it is new, peers that have not joined it yet stay for
@@ -321,8 +339,9 @@ class Peers(Members[Peer]):
         return peer.verdict is Verdict.COMPARED and not self.differs(peer.name)
 
     def _set_usable(self) -> None:
-        fetchable = (peer.bit for peer in self.values() if peer.serves and self._trusts(peer))
-        self.usable = sum(fetchable) if self.enabled else 0
+        fetchable = [peer for peer in self.values() if peer.serves and self._trusts(peer)]
+        self.usable = sum(peer.bit for peer in fetchable) if self.enabled else 0
+        self.neighbours = self.usable & sum(peer.bit for peer in fetchable if peer.is_neighbour)
 
 
 def _remember(found: dict[str, _T], name: str, what: _T) -> None:

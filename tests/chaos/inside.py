@@ -25,6 +25,7 @@ from xinference_xavier.index import Index
 from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import shared_keys
 from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.window import Window
 from xinference_xavier.protocol.load import Load, Serving
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -83,7 +84,7 @@ class Inside:
             tier=tier,
             namespace="namespace",
             key_bytes=KEY_BYTES,
-            region=self.region,
+            window=Window(self.region),
         )
         self._disk = disk
         self.replica.start()

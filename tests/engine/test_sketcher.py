@@ -60,7 +60,7 @@ def sketch_of(layers: Caches, pages: CanonicalKVCaches, spec: KVCacheSpec = ATTE
     cell = b"".join(each.tensor[:BLOCKS_PER_CHUNK].numpy().tobytes() for each in pages.tensors)
     region = Region.create(1, -(-len(cell) * CELLS // 4096) * 4096)
     region.row(0)[: len(cell) * CELLS] = np.frombuffer(cell * CELLS, np.uint8)
-    sketcher = Sketcher(region, [described], [len(cell)] * CELLS, BLOCKS_PER_CHUNK)
+    sketcher = Sketcher(region.array, [described], [len(cell)] * CELLS, BLOCKS_PER_CHUNK)
     assert not sketcher.unlocated
     found = sketcher.sample([Row(KEY, 0)])
     assert found.keys() == sketcher.layers
@@ -81,7 +81,7 @@ def test_a_group_whose_layers_lie_elsewhere_is_named() -> None:
     layers[LAYERS[1]] = layers[LAYERS[1]].clone()
     described = describe_pages(groups, layers, pages, BLOCKS_PER_CHUNK)
     region = Region.create(1, 4096)
-    assert Sketcher(region, [described], [4096], BLOCKS_PER_CHUNK).unlocated == {1}
+    assert Sketcher(region.array, [described], [4096], BLOCKS_PER_CHUNK).unlocated == {1}
 
 
 def sketch(change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Sketch:
@@ -134,7 +134,7 @@ def test_each_stage_of_a_pipeline_is_sampled() -> None:
     row = b"".join(cells)
     region = Region.create(1, -(-len(row) // 4096) * 4096)
     region.row(0)[: len(row)] = np.frombuffer(row, np.uint8)
-    sketcher = Sketcher(region, described, [*map(len, cells)], BLOCKS_PER_CHUNK)
+    sketcher = Sketcher(region.array, described, [*map(len, cells)], BLOCKS_PER_CHUNK)
     found = sketcher.sample([Row(KEY, 0)])
     workers = [("first", 0), ("first", 1), ("last", 2), ("more", 2), ("last", 3), ("more", 3)]
     assert [*found] == [f"{layer}, worker {worker}" for layer, worker in workers]

@@ -24,6 +24,7 @@ from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker, _Placement
 from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
+from xinference_xavier.pool.window import SPAN, Window
 
 ROWS = 8
 
@@ -37,7 +38,7 @@ def worker(
     cell_offset: int = 0,
 ) -> Iterator[HostWorker]:
     own = region or Region.create(ROWS, cell_bytes(caches, blocks_per_chunk))
-    working = HostWorker(caches, own, blocks_per_chunk, cell_offset)
+    working = HostWorker(caches, own.array, blocks_per_chunk, cell_offset)
     try:
         yield working
     finally:
@@ -159,7 +160,7 @@ class HeldWorker(HostWorker):
     nothing to do. Records what was copied."""
 
     def __init__(self, caches: CanonicalKVCaches, region: Region) -> None:
-        super().__init__(caches, region, 1, 0)
+        super().__init__(caches, region.array, 1, 0)
         self.gate = threading.Event()
         self.log: list[str] = []
 
@@ -254,13 +255,13 @@ def test_a_row_written_by_the_cpu_worker_is_read_through_the_view(
     rank: int, region: Region, two_groups: CanonicalKVCaches
 ) -> None:
     cell = cell_bytes(two_groups, BLOCKS_PER_CHUNK)
-    working = HostWorker(two_groups, region, BLOCKS_PER_CHUNK, rank * cell)
+    working = HostWorker(two_groups, region.array, BLOCKS_PER_CHUNK, rank * cell)
     gpu = GPULoadStoreSpec([7, 3, 1, 8], group_sizes=[2, 2], block_indices=[0, 0])
     working.submit_store(1, gpu, CPULoadStoreSpec([SLOT, SLOT]))
     working.shutdown()
     (a7, b7), (a3, b3) = pages_of(two_groups, 0, 7), pages_of(two_groups, 0, 3)
     (c1,), (c8,) = pages_of(two_groups, 1, 1), pages_of(two_groups, 1, 8)
-    device = DeviceRegion(region, rank, [cell] * WORKERS)
+    device = DeviceRegion(Window(region), rank, [cell] * WORKERS)
     sizes = [tensor.page_size_bytes * BLOCKS_PER_CHUNK for tensor in two_groups.tensors]
     views = [device.create_next_worker_view(size)[SLOT].numpy().tobytes() for size in sizes]
     assert views == [a7 + a3, b7 + b3, c1 + c8]
@@ -271,12 +272,12 @@ def test_a_row_written_through_the_view_is_loaded_by_the_cpu_worker(
     rank: int, region: Region, two_groups: CanonicalKVCaches
 ) -> None:
     cell = cell_bytes(two_groups, BLOCKS_PER_CHUNK)
-    device = DeviceRegion(region, rank, [cell] * WORKERS)
+    device = DeviceRegion(Window(region), rank, [cell] * WORKERS)
     for tensor in two_groups.tensors:
         view = device.create_next_worker_view(tensor.page_size_bytes * BLOCKS_PER_CHUNK)
         view[SLOT] = tensor.tensor[4:6].reshape(-1)
     expected = [pages_of(two_groups, 0, block) for block in (4, 5)]
-    working = HostWorker(two_groups, region, BLOCKS_PER_CHUNK, rank * cell)
+    working = HostWorker(two_groups, region.array, BLOCKS_PER_CHUNK, rank * cell)
     gpu = GPULoadStoreSpec([20, 21], group_sizes=[2, 0], block_indices=[0, 0])
     working.submit_load(1, CPULoadStoreSpec([SLOT]), gpu)
     working.shutdown()
@@ -284,16 +285,16 @@ def test_a_row_written_through_the_view_is_loaded_by_the_cpu_worker(
 
 
 def test_a_view_covers_every_row(region: Region, two_groups: CanonicalKVCaches) -> None:
-    view = DeviceRegion(region, 1, [2720, 1280]).create_next_worker_view(1280)
-    assert view.shape == (ROWS, 1280)
+    view = DeviceRegion(Window(region), 1, [2720, 1280]).create_next_worker_view(1280)
+    assert view.shape == (SPAN * ROWS, 1280)
     assert view.stride() == (region.row_bytes, 1)
-    view.fill_(1)
+    view[:ROWS].fill_(1)
     assert (region.array[:, 2720:4000] == 1).all()
     assert int(region.array.sum()) == ROWS * 1280
 
 
 def test_a_worker_gets_no_more_than_its_cell(region: Region) -> None:
-    device = DeviceRegion(region, 0, [1000])
+    device = DeviceRegion(Window(region), 0, [1000])
     device.create_next_worker_view(1000)
     with pytest.raises(AssertionError):
         device.create_next_worker_view(1)
@@ -304,7 +305,7 @@ def test_a_worker_gets_no_more_than_its_cell(region: Region) -> None:
 def test_the_ranges_to_register_are_whole_pages_around_the_cells(
     rank: int, cells: list[int], region: Region
 ) -> None:
-    ranges = list(DeviceRegion(region, rank, cells).iter_worker_slot_ranges())
+    ranges = list(DeviceRegion(Window(region), rank, cells).iter_worker_slot_ranges())
     assert len(ranges) == ROWS
     for row, (offset, length) in enumerate(ranges):
         start = row * region.row_bytes + sum(cells[:rank])
@@ -316,7 +317,7 @@ def test_the_ranges_to_register_are_whole_pages_around_the_cells(
 
 
 def test_cleaning_up_twice_is_harmless(region: Region) -> None:
-    device = DeviceRegion(region, 0, [1000])
+    device = DeviceRegion(Window(region), 0, [1000])
     device.cleanup()
     device.cleanup()
     assert region.fd == -1
@@ -331,7 +332,7 @@ LAYERS = {name: torch.zeros(16, 2, BLOCK_TOKENS, 4, 64) for name in ("layer.0", 
 
 class Watched(HostWorker):
     def __init__(self, region: Region) -> None:
-        super().__init__(CACHES, region, 1, 0)
+        super().__init__(CACHES, region.array, 1, 0)
         self.asked = 0
 
     def get_finished(self) -> list[TransferResult]:

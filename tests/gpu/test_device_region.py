@@ -19,7 +19,14 @@ from examples.processes import until
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.harness.remote import Remote, spawned, tell_ready
 from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker, device_worker
-from xinference_xavier.pool.region import ROW_ALIGNMENT, Region, RegionServer, receive_region
+from xinference_xavier.pool.region import (
+    ROW_ALIGNMENT,
+    Region,
+    populate,
+    receive_region,
+    serve_region,
+)
+from xinference_xavier.pool.window import Window
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +76,7 @@ def region_for(caches: CanonicalKVCaches, rows: int) -> Region:
 def mapped_again(region: Region) -> Region:
     """The region with a mapping of its own, as in another process."""
     name = uuid4().hex
-    server = RegionServer(region, name)
+    server = serve_region(region, name)
     try:
         return receive_region(name, DEADLINE)
     finally:
@@ -79,7 +86,7 @@ def mapped_again(region: Region) -> Region:
 @contextmanager
 def of_the_card(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterator[OffloadingWorker]:
     """vLLM's worker, which closes `region` at the end."""
-    view = DeviceRegion(region, rank, [cell_bytes(caches, BLOCKS_PER_CHUNK)] * WORKERS)
+    view = DeviceRegion(Window(region), rank, [cell_bytes(caches, BLOCKS_PER_CHUNK)] * WORKERS)
     worker = device_worker(caches, BLOCKS_PER_CHUNK, view)
     try:
         yield worker
@@ -91,7 +98,7 @@ def of_the_card(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterato
 def of_the_host(caches: CanonicalKVCaches, region: Region, rank: int) -> Iterator[OffloadingWorker]:
     """Our worker for the CPU platform."""
     offset = rank * cell_bytes(caches, BLOCKS_PER_CHUNK)
-    worker = HostWorker(caches, region, BLOCKS_PER_CHUNK, offset)
+    worker = HostWorker(caches, region.array, BLOCKS_PER_CHUNK, offset)
     try:
         yield worker
     finally:
@@ -159,7 +166,7 @@ def test_the_region_is_pinned_until_it_is_given_back(layout: Layout) -> None:
     region = region_for(caches, layout.rows)
     other = mapped_again(region)
     for _ in range(2):  # the driver has released the first one
-        view = DeviceRegion(region, 0, [cell_bytes(caches, BLOCKS_PER_CHUNK)])
+        view = DeviceRegion(Window(region), 0, [cell_bytes(caches, BLOCKS_PER_CHUNK)])
         worker = device_worker(caches, BLOCKS_PER_CHUNK, view)
         assert view.is_pinned
         assert view.base_tensor.is_pinned()
@@ -225,7 +232,7 @@ def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
 
 def pin_and_wait(pipe: Connection, size: int) -> None:
     caches, region = _large(size)
-    region.populate()
+    populate(region.array)
     with of_the_card(caches, region, 0):
         torch.cuda.synchronize()
         tell_ready(pipe)

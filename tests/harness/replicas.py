@@ -32,6 +32,7 @@ from xinference_xavier.index import Index
 from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool, PoolCounts, Row, shared_keys
 from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.window import Window
 from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import tracker_uid
@@ -149,7 +150,7 @@ class _Inside:
             tier=PeerTier(self.pool, Index(Peers(name)), NoDisk()),
             namespace=namespace,
             key_bytes=KEY_BYTES,
-            region=self.region,
+            window=Window(self.region),
             fingerprint_fields=fingerprint_fields,
         )
         self.fetching: Fetch | None = None

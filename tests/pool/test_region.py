@@ -26,11 +26,14 @@ from xinference_xavier.errors import RegionError
 from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.region import (
     COPY_THREADS,
+    HostServer,
     Region,
-    RegionServer,
     copy_threads,
+    populate,
     promised_bytes,
     receive_region,
+    serve_region,
+    socket_name,
 )
 
 ROWS, ROW_BYTES = 8, 4096
@@ -49,8 +52,8 @@ def region() -> Iterator[Region]:
 
 
 @pytest.fixture
-def server(region: Region, incarnation: str) -> Iterator[RegionServer]:
-    server = RegionServer(region, incarnation)
+def server(region: Region, incarnation: str) -> Iterator[HostServer]:
+    server = serve_region(region, incarnation)
     yield server
     server.close()
 
@@ -77,7 +80,7 @@ def test_processes_share_the_same_bytes(region: Region, incarnation: str) -> Non
 
 @pytest.mark.parametrize("note", [b"", b'[{"backends": ["FLASH_ATTN"]}]', b"x" * 200_000])
 def test_a_note_comes_with_the_region(region: Region, incarnation: str, note: bytes) -> None:
-    with closing(RegionServer(region, incarnation, note)):
+    with closing(serve_region(region, incarnation, note)):
         received = receive_region(incarnation, 30)
     assert received.note == note
     received.close()
@@ -86,7 +89,7 @@ def test_a_note_comes_with_the_region(region: Region, incarnation: str, note: by
 def test_the_server_may_start_after_the_receiver(region: Region, incarnation: str) -> None:
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(receive_region, incarnation, 30)
-        with closing(RegionServer(region, incarnation)), closing(receiving.result()) as received:
+        with closing(serve_region(region, incarnation)), closing(receiving.result()) as received:
             region.row(0)[:] = 9
             assert (received.row(0) == 9).all()
 
@@ -103,7 +106,7 @@ def test_a_server_that_does_not_answer_times_out(incarnation: str) -> None:
 
 def listener(incarnation: str) -> socket.socket:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(region_module._socket_name(incarnation))
+    server.bind(socket_name(incarnation))
     server.listen()
     return server
 
@@ -173,7 +176,7 @@ class _FullServer(logging.Handler):
         self._lines: SimpleQueue[str] = SimpleQueue()
         region_module.logger.addHandler(self)
         region_module.logger.propagate = False
-        RegionServer(Region.create(ROWS, ROW_BYTES), incarnation)
+        serve_region(Region.create(ROWS, ROW_BYTES), incarnation)
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, self._limits[1]))  # less than it has
 
@@ -192,7 +195,7 @@ def test_a_server_without_free_descriptors_serves_as_soon_as_it_has_some(incarna
         server.wait_until_ready()
         # The kernel may have reserved a descriptor for the first one.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
-            first.connect(region_module._socket_name(incarnation))
+            first.connect(socket_name(incarnation))
             assert "Too many open files" in server.call("complaint")
             with ThreadPoolExecutor(1) as threads:
                 receiving = threads.submit(receive_region, incarnation, 30)
@@ -218,9 +221,9 @@ def test_another_user_gets_no_descriptor(
     """On the server's side: the kernel reports another user than ours. The log tells it."""
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.connect(region_module._socket_name(incarnation))
+        peer.connect(socket_name(incarnation))
         assert peer.recvmsg(100, socket.CMSG_LEN(4))[:2] == (b"", [])
-    assert "pool not handed over: error=process" in caplog.text
+    assert "a process of this host is refused: error=process" in caplog.text
 
 
 def test_a_server_of_another_user_is_refused(
@@ -235,9 +238,9 @@ def test_a_server_of_another_user_is_refused(
 
 
 def test_two_engines_cannot_have_one_incarnation(region: Region, incarnation: str) -> None:
-    with closing(RegionServer(region, incarnation)), pytest.raises(OSError, match="in use"):
-        RegionServer(region, incarnation)
-    RegionServer(region, incarnation).close()
+    with closing(serve_region(region, incarnation)), pytest.raises(OSError, match="in use"):
+        serve_region(region, incarnation)
+    serve_region(region, incarnation).close()
 
 
 def test_nobody_can_change_its_size(region: Region) -> None:
@@ -261,7 +264,7 @@ def test_populating_keeps_the_bytes_on_older_kernels_too(
 ) -> None:
     monkeypatch.setattr(region_module, "_MADV_POPULATE_WRITE", advice)
     region.row(5)[:] = np.arange(ROW_BYTES) % 251
-    region.populate()
+    populate(region.array)
     assert (region.row(5) == np.arange(ROW_BYTES) % 251).all()
     assert not region.row(4).any()
     assert region.allocated >= region.size
@@ -281,7 +284,7 @@ def test_populating_maps_another_process_s_pages(region: Region, mode: int) -> N
     region.array[:] = 7
     other = Region(os.open(f"/proc/self/fd/{region.fd}", mode), ROWS, ROW_BYTES)
     assert resident(other) == 0
-    other.populate()
+    populate(other.array)
     assert resident(other) == region.size
     assert (other.array == 7).all()
     other.close()
@@ -295,7 +298,7 @@ def test_a_region_promises_what_it_has_not_allocated(monkeypatch: pytest.MonkeyP
             assert promised_bytes() == region.size, "once, however many have it"
             region.row(5)[:] = 1
             assert promised_bytes() == region.size - ROW_BYTES
-        region.populate()
+        populate(region.array)
         assert promised_bytes() == 0
         with closing(Region.create(ROWS, ROW_BYTES)):
             assert promised_bytes() == region.size
@@ -315,13 +318,13 @@ def test_populating_takes_the_processors_of_its_thread(
             together.wait()
         return True
 
-    region.populate(meet)
+    populate(region.array, meet)
     assert len(met) == together.parties
     assert region.allocated == region.size
 
 
 def test_populating_stops_when_it_is_not_wanted(region: Region) -> None:
-    region.populate(lambda: False)
+    populate(region.array, lambda: False)
     assert region.allocated == 0
 
 
@@ -339,8 +342,8 @@ def test_a_checksum_covers_bytes_and_key(region: Region) -> None:
 class _Owner:
     def __init__(self, incarnation: str) -> None:
         region = Region.create(ROWS, ROW_BYTES)
-        region.populate()
-        RegionServer(region, incarnation)
+        populate(region.array)
+        serve_region(region, incarnation)
 
 
 def test_nothing_is_left_of_a_killed_owner(incarnation: str) -> None:

@@ -50,8 +50,8 @@ def test_a_transfer_process_reports_where_it_is_or_why_it_failed() -> None:
             Endpoint.from_json(line)
 
 
-REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", (b"key1", b"key2"))
-GRANT = Grant(1, (4, 2), (7, 8), 100.25, Endpoint("host:1", "boot 1 0"), False, 3)
+REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", 1, (b"key1", b"key2"), False)
+GRANT = Grant((4, 2), (7, 8), 100.25, Endpoint("host:1", "boot 1 0"), False, 3)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 
@@ -18,11 +19,13 @@ from xinference_xavier.index import Index
 from xinference_xavier.peers import DISK, Peers
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.window import Window
 from xinference_xavier.protocol.sketches import Sketch
 from xinference_xavier.protocol.transfer import PullOrder, PullResult
 from xinference_xavier.replica.disk import Disk, DiskState, NoDisk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.reports import Publisher
 
@@ -55,6 +58,7 @@ class Consumer:
         self.publisher = publisher = Publisher(index.members.incarnation, pool)
         publisher.enqueue = lambda keys, held: self.arrived.extend(keys)  # type: ignore[method-assign,misc]
         process: Any = SimpleNamespace(pull=pull)
+        self.neighbours = Neighbours(Window(region), index.members, workers=0, enabled=False)
         events: Any = SimpleNamespace(
             rolled_back=lambda source, reason, *_: self.rolled_back.append(reason)
         )
@@ -62,11 +66,13 @@ class Consumer:
             pool=pool,
             row_bytes=region.row_bytes,
             process=process,
+            neighbours=self.neighbours,
             namespace=self.namespace,
             index=index,
             disk=disk,
             publisher=publisher,
             events=events,
+            canary=Mock(),
         )
 
     def begin(

@@ -45,9 +45,9 @@ class Fetching(Consumer):
     async def _grant(self, request: GrantRequest) -> Grant:
         slots = tuple(range(len(request.keys)))
         endpoint = Endpoint("127.0.0.1:1", None)
-        return Grant(1, slots, (0,) * len(slots), 1.0, endpoint, False, 1)
+        return Grant(slots, (0,) * len(slots), 1.0, endpoint, False, 1)
 
-    async def _release(self, grant_id: int) -> None:
+    async def _release(self, consumer: str, number: int) -> None:
         pass
 
     async def _pull(self, order: PullOrder) -> PullResult:

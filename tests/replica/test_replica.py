@@ -229,12 +229,12 @@ async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> 
     """Its consumer may be healthy, as a release can be lost."""
     keys = stored(scene.consumer, scene.plain)
     donor = await xoscar.actor_ref(scene.consumer.address("plain"), replica_uid("plain"))
-    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", tuple(keys))
-    grant = await donor.grant(request)
+    request = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", 1, tuple(keys), False)
+    await donor.grant(request)
     assert scene.plain.counts().pinned == ROWS
     wait_until(lambda: is_free(scene.plain), "the grant has expired")
     assert scene.plain.address("consumer") is not None, "its lease has not expired"
-    await donor.release(grant.grant_id)  # too late, which does no harm
+    await donor.release("consumer", 1)  # too late, which does no harm
     assert is_free(scene.plain)
 
 

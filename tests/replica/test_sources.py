@@ -128,8 +128,8 @@ class PeersRows(Source):
     async def _grant(self, request: GrantRequest) -> Grant:
         return self._donor.grant(request)
 
-    async def _release(self, grant_id: int) -> None:
-        self._donor.grants.release(grant_id)
+    async def _release(self, consumer: str, number: int) -> None:
+        self._donor.grants.release(consumer, number)
 
     def damage(self, key: bytes, by: bytes | None) -> None:
         row, other = (self._region.row(self._slot(each)) for each in (key, by or key))

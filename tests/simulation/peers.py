@@ -150,11 +150,13 @@ class Peers(ScriptedTier):
             pool=pool,
             row_bytes=region.row_bytes,
             process=Mock(),
+            neighbours=Mock(),
             namespace=self.namespace,
             index=self.index,
             disk=self.disk,
             publisher=publisher,
             events=Mock(),
+            canary=Mock(),
         )
         self._running = self.loop.create_task(self.disk.run(publisher))
 

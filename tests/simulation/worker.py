@@ -59,7 +59,7 @@ class CopyJobs(HostWorker):
         self._allowing = Semaphore(0)
         self._allowed = self._submitted = 0  # blocks
         self._ends: dict[int, int] = {}  # what `_submitted` was then, by job
-        super().__init__(kv_caches, region, blocks_per_chunk, 0)
+        super().__init__(kv_caches, region.array, blocks_per_chunk, 0)
 
     def go_on(self, blocks: int) -> None:
         """Copy so many blocks, unless no job has any left."""

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 try:
+    from vllm.v1.kv_offload.cpu.host_register import host_register as host_register
     from vllm.v1.kv_offload.cpu.host_register import host_unregister as host_unregister
 except ImportError:  # up to 0.31, which registers on CUDA only
+
+    def host_register(ptr: int, num_bytes: int) -> bool:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return int(cudart.cudaHostRegister(ptr, num_bytes, 0)) == 0
 
     def host_unregister(ptr: int) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -128,17 +128,17 @@ class DonorSelection:
         )
 
     def _ranked(self, holders: int, rows: int, busy: Mapping[str, int], now: float) -> list[Source]:
-        """Donors to choose from: the fastest first; among equals the least busy, then any, to
-        spread the load."""
+        """Donors to choose from: neighbours first, then the fastest; among equals the least busy,
+        then any, to spread the load."""
         sources = self._peers.of_set(holders)
         donors = [source for source in sources if source.rate(now)]
         if len(donors) < _ENOUGH:
             others = [source for source in sources if not source.rate(now)]
             donors += random.sample(others, min(_ENOUGH, len(others)))
 
-        def rank(donor: Source) -> tuple[float, int, float]:
+        def rank(donor: Source) -> tuple[bool, float, int, float]:
             seconds, pending = donor.rate(now).predict(rows), busy.get(donor.name, 0)
-            return seconds * (1 + pending), pending, random.random()
+            return not donor.is_neighbour, seconds * (1 + pending), pending, random.random()
 
         return sorted(donors, key=rank)
 
@@ -152,8 +152,11 @@ class DonorSelection:
     def _count_donors(self, donors: Sequence[Source], rows: int, busy: Mapping[str, int]) -> int:
         """The number of donors among which to divide a fetch.
 
-        One more donor must make it clearly shorter, because its messages cost processor time.
+        One more donor must make it clearly shorter, because its messages cost processor time. It
+        takes a neighbour no time to lend more rows.
         """
+        if donors and donors[0].is_neighbour:
+            return 1
         rates = [donor.rate() for donor in donors]
         pending = [1 + busy.get(donor.name, 0) for donor in donors]
 

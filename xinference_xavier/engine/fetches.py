@@ -31,6 +31,11 @@ class FetchPlan(NamedTuple):
     prefill_seconds: float | None  # that the fetch saves; None if unknown
     is_trial: bool = False
 
+    @property
+    def in_place(self) -> bool:
+        """True if the donor is a neighbour: then it is the only one."""
+        return bool(self.donors) and self.donors[0].is_neighbour
+
 
 class Fetches:
     def __init__(
@@ -89,11 +94,14 @@ class Fetches:
     def begin(
         self, plan: FetchPlan, prefix: Sequence[bytes], deadline: float | None
     ) -> list[Fetch]:
-        """One fetch from each donor, as far as the pool has room without evicting the `prefix`.
-        Requests find them, unless they are trials."""
+        """One fetch from each donor. What is copied takes room in the pool, as far as there is any
+        without evicting the `prefix`. Requests find them, unless they are trials."""
         now = self._clock()
         latest = now + self.timeout if deadline is None else deadline
-        rows = self._evictor.reserve(plan.keys, prefix).rows
+        if plan.in_place:
+            rows = self._pool.borrow(plan.keys)
+        else:
+            rows = self._evictor.reserve(plan.keys, prefix).rows
         parts = min(len(plan.donors), len(rows))
         begun: list[Fetch] = []
         handed_over = 0

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 from xinference_xavier.engine.identity import tensors_of
 from xinference_xavier.engine.worker_side import tensor_offsets
 from xinference_xavier.pool.pool import Row
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import Memory
 from xinference_xavier.protocol.sketches import BYTES, TOLERANCES, Sketch
 from xinference_xavier.protocol.tracker import GROUP
 
@@ -105,12 +105,12 @@ class Sketcher:
 
     def __init__(
         self,
-        region: Region,
+        rows: Memory,
         stages: Sequence[Described],
         cells: Sequence[int],
         blocks_per_chunk: int,
     ) -> None:
-        self._rows = region.array
+        self._rows = rows
         self._places: dict[bytes, list[tuple[str, _Part, torch.Tensor]]] = {}
         self.unlocated: set[int] = set()
         """The groups of which nothing says where they have numbers."""

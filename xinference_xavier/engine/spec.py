@@ -41,7 +41,12 @@ from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.probes import OwnRequests, Probes
 from xinference_xavier.engine.process import end_with_parent
 from xinference_xavier.engine.sketcher import Described, Sketcher, describe_pages
-from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker, device_worker
+from xinference_xavier.engine.worker_side import (
+    DevicePinning,
+    DeviceRegion,
+    HostWorker,
+    device_worker,
+)
 from xinference_xavier.errors import ConfigError, NotSharing, RegionError
 from xinference_xavier.index import Index
 from xinference_xavier.limits import START_DEADLINE
@@ -49,11 +54,14 @@ from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.pool.region import (
     ROW_ALIGNMENT,
+    Memory,
     Region,
-    RegionServer,
+    populate,
     promised_bytes,
     receive_region,
+    serve_region,
 )
+from xinference_xavier.pool.window import Window, WindowServer
 from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Engine, Replica
@@ -119,12 +127,21 @@ class XavierSpec(OffloadingSpec):
         row_bytes = -(-sum(cells) // ROW_ALIGNMENT) * ROW_ALIGNMENT
         if self.config.parallel.rank == 0:
             described = [parts for _, parts in stages]
-            region = self._create_region(row_bytes, kv_caches, cells, described)
+            window = self._create_region(row_bytes, kv_caches, cells, described)
         else:
-            region = self._receive(row_bytes)
-        if current_platform.is_cpu():
-            return HostWorker(kv_caches, region, self.blocks_per_chunk, sum(cells[:rank]))
-        return device_worker(kv_caches, self.blocks_per_chunk, DeviceRegion(region, rank, cells))
+            window = Window(self._receive(row_bytes))
+        start, is_cpu = sum(cells[:rank]), current_platform.is_cpu()
+        server = WindowServer(
+            window,
+            self.config.engine_id,
+            self.config.parallel.rank,
+            slice(start, start + cells[rank]),
+            None if is_cpu else DevicePinning(),
+        )
+        self._closing.callback(server.close)
+        if is_cpu:
+            return HostWorker(kv_caches, window.array, self.blocks_per_chunk, start)
+        return device_worker(kv_caches, self.blocks_per_chunk, DeviceRegion(window, rank, cells))
 
     def _gather_stages(self, kv_caches: CanonicalKVCaches) -> list[tuple[int, Described]]:
         """The bytes of a worker's cell, and what it has there, in each stage of the pipeline. Waits
@@ -144,15 +161,16 @@ class XavierSpec(OffloadingSpec):
         kv_caches: CanonicalKVCaches,
         cells: Sequence[int],
         stages: list[Described],
-    ) -> Region:
+    ) -> Window:
         """vLLM has its KV cache by now, which on the CPU platform takes host memory, too."""
         cache_rows = -(-len(kv_caches.tensors[0].tensor) // self.blocks_per_chunk)
         region = Region.create(self._rows(row_bytes, cache_rows), row_bytes)
+        window = Window(region)
         # Engines that asked at the same moment see each other's regions now.
         self._rows(row_bytes, cache_rows, own=region.size)
         pages = identity.page_format(self.facts.vllm, self.facts.cache, self._layers)
         note = WorkerNote(pages, self.facts.prefix_caching, stages, cells, cache_rows)
-        served = RegionServer(region, self.config.engine_id, json.dumps(note).encode())
+        served = serve_region(region, self.config.engine_id, json.dumps(note).encode())
         self._closing.callback(served.close)
         logger.info(
             "pool created: chunks=%d chunk_bytes=%d cache_chunks=%d",
@@ -160,11 +178,13 @@ class XavierSpec(OffloadingSpec):
             row_bytes,
             cache_rows,
         )
+        own = window.array[: region.rows]
         if current_platform.is_cpu() and region.size > _POPULATE_AT_ONCE:
-            threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
+            work = partial(populate, own)
+            threading.Thread(target=work, name="xavier-populate", daemon=True).start()
         else:  # a device's worker pins it next, which would allocate it on one thread
-            _populate(region)
-        return region
+            _populate(region, own)
+        return window
 
     def _rows(self, row_bytes: int, cache_rows: int, own: int = 0) -> int:
         """`rows_of` with the host's memory as it is now. Of what is promised, `own` bytes are this
@@ -219,7 +239,8 @@ class XavierSpec(OffloadingSpec):
                 by_name=identity.known_by_name(fingerprint_fields),
             )
         tier = PeerTier(pool, index, disk)
-        sketcher = Sketcher(region, note.stages, note.cells, self.blocks_per_chunk)
+        window = Window(region)
+        sketcher = Sketcher(window.array, note.stages, note.cells, self.blocks_per_chunk)
         if not shares:
             requests = OwnRequests(None, NotSharing.NO_PREFIX_CACHING)
         elif unlocated := sketcher.unlocated:
@@ -262,7 +283,8 @@ class XavierSpec(OffloadingSpec):
             tier=tier,
             namespace=identity.digest(fingerprint_fields),
             key_bytes=identity.key_bytes(vllm_config),
-            region=region,
+            window=window,
+            workers=self.config.parallel.world_size,
             cache_rows=note.cache_rows,
             fingerprint_fields=identity.readable(fingerprint_fields),
             not_sharing=None if shares else NotSharing.NO_PREFIX_CACHING,
@@ -273,11 +295,11 @@ class XavierSpec(OffloadingSpec):
         return manager
 
 
-def _populate(region: Region) -> None:
+def _populate(region: Region, rows: Memory) -> None:
     """Allocate the region while vLLM waits, and say so: a large one takes minutes."""
     began = time.monotonic()
     logger.info("vLLM waits until the pool is allocated: bytes=%d", region.size)
-    region.populate(lambda: region.allocated < _POPULATE_AT_ONCE)
+    populate(rows, lambda: region.allocated < _POPULATE_AT_ONCE)
     seconds = (time.monotonic() - began) * region.size / region.allocated
     patience = envs.VLLM_ENGINE_READY_TIMEOUT_S
     if seconds > patience:
@@ -287,7 +309,7 @@ def _populate(region: Region) -> None:
             seconds,
             patience,
         )
-    region.populate()
+    populate(rows)
     logger.info("pool allocated: seconds=%.1f", time.monotonic() - began)
 
 
@@ -317,8 +339,8 @@ def rows_of(
         ConfigError: the pool is too small to work with, or does not fit into the free memory.
     """
     here = config.replicas_per_host * config.engines
-    # Mapped by the workers, the engine, and the transfer processes of all engines here.
-    mappings = workers + 1 + here
+    # Mapped by the workers and the transfer processes of all engines here, and by its own engine.
+    mappings = (workers + 1) * here + 1
     mapped_bytes = row_bytes + -(-mappings * row_bytes // _BYTES_PER_TABLE_BYTE)
     given = config.pool_bytes
     if given is None:

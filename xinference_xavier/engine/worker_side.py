@@ -42,13 +42,17 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
-from xinference_xavier.engine.compat import host_unregister
-from xinference_xavier.pool.region import COPY_THREADS, ROW_ALIGNMENT, Region, copy_threads
+from xinference_xavier.engine.compat import host_register, host_unregister
+from xinference_xavier.errors import RegionError
+from xinference_xavier.pool.region import COPY_THREADS, ROW_ALIGNMENT, Memory, copy_threads
+from xinference_xavier.pool.window import Window
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
 logger = logging.getLogger(__name__)
+
+_PINNED_AT_ONCE = 1 << 30  # bytes; drivers have limits, and copies wait for a call to end
 
 # -- our side of the connector --------------------------------------------------------------------
 
@@ -129,9 +133,9 @@ class HostWorker(OffloadingWorker):
     """`cell_offset` is the byte in each row at which this worker's cell begins."""
 
     def __init__(
-        self, kv_caches: CanonicalKVCaches, region: Region, blocks_per_chunk: int, cell_offset: int
+        self, kv_caches: CanonicalKVCaches, rows: Memory, blocks_per_chunk: int, cell_offset: int
     ) -> None:
-        self._rows = region.array.view(np.int8)
+        self._rows = rows.view(np.int8)
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = _lay_out(kv_caches, blocks_per_chunk, cell_offset)
         self._runner = ThreadPoolExecutor(1, "xavier-jobs")
@@ -264,16 +268,16 @@ class DeviceRegion:
 
     page_size = ROW_ALIGNMENT
 
-    def __init__(self, region: Region, rank: int, cells: Sequence[int]) -> None:
+    def __init__(self, window: Window, rank: int, cells: Sequence[int]) -> None:
         self.rank = rank
-        self.num_chunks = region.rows
-        self.total_size_bytes = region.size
+        self.num_chunks = window.rows
+        self.total_size_bytes = window.own.size  # what vLLM pins
         self.cpu_page_size = cells[rank]
         self.is_pinned = False
         self.pinned_addresses: list[int] = []
-        self._row_stride = region.row_bytes
-        self._region = region
-        self._base: torch.Tensor | None = torch.from_numpy(region.array.reshape(-1)).view(
+        self._row_stride = window.row_bytes
+        self._own = window.own
+        self._base: torch.Tensor | None = torch.from_numpy(window.array.reshape(-1)).view(
             torch.int8
         )
         self._start = self._next_offset = sum(cells[:rank])
@@ -300,7 +304,7 @@ class DeviceRegion:
 
         vLLM 0.33 registers these instead of the region where that saves enough.
         """
-        for row in range(self.num_chunks):
+        for row in range(self._own.rows):
             start = row * self._row_stride + self._start
             first = start - start % self.page_size
             end = -(-(start + self.cpu_page_size) // self.page_size) * self.page_size
@@ -313,7 +317,31 @@ class DeviceRegion:
             self.pinned_addresses.clear()
             self.is_pinned = False
         self._base = None
-        self._region.close()
+        self._own.close()
+
+
+class DevicePinning:
+    """Has the device's driver pin neighbours' rows, on the thread that maps them. A mapping that
+    cannot be written can be pinned on few systems only, so it is one that nobody writes to."""
+
+    def __init__(self) -> None:
+        self._device = torch.accelerator.current_device_index()
+        self._pinned: dict[int, list[int]] = {}  # by the first address
+
+    def pin(self, rows: Memory) -> None:
+        torch.accelerator.set_device_index(self._device)
+        pinned = self._pinned[rows.ctypes.data] = []
+        at_once = max(1, _PINNED_AT_ONCE // rows.shape[1])
+        for first in range(0, len(rows), at_once):
+            part = rows[first : first + at_once]
+            if not host_register(part.ctypes.data, part.nbytes):
+                self.unpin(rows)
+                raise RegionError("the device's driver refuses to pin it")
+            pinned.append(part.ctypes.data)
+
+    def unpin(self, rows: Memory) -> None:
+        for address in reversed(self._pinned.pop(rows.ctypes.data, [])):
+            host_unregister(address)
 
 
 def device_worker(

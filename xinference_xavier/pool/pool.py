@@ -13,6 +13,9 @@ Every slot is in one of five states; `Pool` alone moves it between them:
     … → QUARANTINED        reset while the row is pinned
     QUARANTINED → FREE     abort by its writer, or the last unpin by its readers
 
+A row that a neighbour lends is here, too, as long as it is FILLING or pinned. It takes no slot: its
+number is beyond the own ones, and whoever borrowed it gives it back once nobody has it pinned.
+
 Pure bookkeeping: no I/O, no clock. Every operation is O(1) per row.
 
 Threading: the scheduler thread reserves and evicts; the background thread pins, commits and aborts,
@@ -58,6 +61,7 @@ class Row:
     replicated_from: str | None = None  # the donor, until this row is copied itself
     origin: str | None = None  # the donor; None: computed here
     probation: bool = False  # generated, and no other request has needed it yet
+    is_lent: bool = False  # by a neighbour, which has it in its own pool
 
     def __repr__(self) -> str:
         return f"Row(slot={self.slot}, {self.state.name}, pins={self.pins})"
@@ -174,8 +178,16 @@ class Pool:
 
     def _forget(self, row: Row) -> None:
         del self._held[row.key]
-        row.state = _FREE
-        self._free.append(row.slot)
+        self._free_slot(row)
+
+    def borrow(self, keys: Iterable[bytes]) -> list[Row]:
+        """Rows that a neighbour is to lend, for the keys that are not held. Whoever commits one
+        knows its slot by then."""
+        with self._lock:
+            wanted = [key for key in dict.fromkeys(keys) if key not in self._held]
+            rows = [Row(key, self.slots, is_lent=True) for key in wanted]
+            self._held.update(zip(wanted, rows, strict=True))
+        return rows
 
     def commit(self, row: Row, checksum: int | None = None, pins: int = 0) -> bool:
         """The row's bytes are complete. False if a reset came first."""
@@ -184,14 +196,14 @@ class Pool:
                 return False
             row.state = _READY
             row.checksum = checksum
-            self._filling -= 1
-            self._ready += 1
+            self._filling -= not row.is_lent
+            self._ready += not row.is_lent
             if row.probation:
                 self._generations.add(row.key)
                 row.probation = not self._generations.are_asked_for
             if pins:
                 row.pins = pins
-                self._pinned += 1
+                self._pinned += not row.is_lent
             else:
                 self._idle.add(row, row.probation)
             return True
@@ -206,23 +218,27 @@ class Pool:
             if row.state is _FILLING:
                 del self._held[row.key]
                 row.state = _QUARANTINED
-                self._filling -= 1
-                self._quarantined += 1
+                self._filling -= not row.is_lent
+                self._quarantined += not row.is_lent
 
     def abort(self, *rows: Row) -> None:
         """Void the rows; nobody can write their slots any more. Does nothing to READY ones."""
         with self._lock:
             for row in rows:
                 if row.state is _FILLING:
+                    self._filling -= not row.is_lent
                     self._forget(row)
-                    self._filling -= 1
                 elif row.state is _QUARANTINED and row.pins == 0:
                     self._leave_quarantine(row)
 
     def _leave_quarantine(self, row: Row) -> None:
-        self._quarantined -= 1
+        self._quarantined -= not row.is_lent
+        self._free_slot(row)
+
+    def _free_slot(self, row: Row) -> None:
         row.state = _FREE
-        self._free.append(row.slot)
+        if not row.is_lent:
+            self._free.append(row.slot)
 
     def set_checksum(self, row: Row, checksum: int) -> bool:
         """Share the row from now on. False if it is no longer READY."""
@@ -292,13 +308,15 @@ class Pool:
                 row.pins -= 1
                 if row.pins:
                     continue
-                self._pinned -= 1
-                if row.state is _READY:
-                    self._idle.add(row, row.probation)
-                elif row.state is _FLUSHED:
-                    self._flushed[row.key] = row
-                else:  # there was a reset
+                self._pinned -= not row.is_lent
+                if row.state is _QUARANTINED:  # there was a reset
                     self._leave_quarantine(row)
+                elif row.is_lent:
+                    self._forget(row)
+                elif row.state is _READY:
+                    self._idle.add(row, row.probation)
+                else:
+                    self._flushed[row.key] = row
 
     def end_probation(self, keys: Sequence[bytes]) -> None:
         """Some request needs these chunks, and has stored none of them."""
@@ -342,7 +360,7 @@ class Pool:
                 if not row.pins:
                     self._idle.remove(row.key)
                     self._flushed[row.key] = row
-            self._ready -= len(ready)
+            self._ready -= sum(not row.is_lent for row in ready)
         return ready
 
     def reset(self) -> None:
@@ -352,10 +370,9 @@ class Pool:
             for row in self._held.values():
                 if row.state is _FILLING or row.pins:
                     row.state = _QUARANTINED
-                    self._quarantined += 1
+                    self._quarantined += not row.is_lent
                 else:
-                    row.state = _FREE
-                    self._free.append(row.slot)
+                    self._free_slot(row)
             self._held.clear()
             self._idle.clear()
             self._flushed.clear()
@@ -366,7 +383,9 @@ class Pool:
     def check_integrity(self) -> None:
         """Raises AssertionError unless each slot is in one state, and each row where it belongs."""
         with self._lock:
-            rows = self._held.values()
+            lent = [row for row in self._held.values() if row.is_lent]
+            assert all(row.pins or row.state is _FILLING for row in lent), "a loan is forgotten"
+            rows = [row for row in self._held.values() if not row.is_lent]
             slots = [*self._free, *(row.slot for row in rows)]
             assert len({*slots}) == len(slots) == self.slots - self._quarantined, "a slot is lost"
             states = Counter(row.state for row in rows)

@@ -1,7 +1,7 @@
 """The memory behind a pool: equal rows in one anonymous file that several processes map.
 
 Life cycle: the first worker of an engine creates the region (`Region.create`) and hands its
-descriptor to the engine's other processes (`RegionServer`, `receive_region`). The file is a memfd:
+descriptor to the engine's other processes (`serve_region`, `receive_region`). The file is a memfd:
 it has no name in any file system, does not count towards /dev/shm, and disappears with its last
 user, even a killed one.
 
@@ -52,6 +52,9 @@ _libc = ctypes.CDLL(None)  # its calls release Python's lock, unlike those of `m
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+Memory = npt.NDArray[np.uint8]
+
+
 def checksum(row: memoryview, key: bytes) -> int:
     """64-bit XXH3 of the row, seeded by its chunk key, so that another chunk's row differs."""
     return xxhash.xxh3_64_intdigest(row, seed=xxhash.xxh3_64_intdigest(key))
@@ -76,8 +79,8 @@ class Region:
                     f"a region of {size} bytes cannot hold {rows} x {row_bytes} bytes"
                 )
             _check_sealed(fd)
-            self._read_only = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            access = mmap.ACCESS_READ if self._read_only else mmap.ACCESS_WRITE
+            read_only = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
             self._map = mmap.mmap(fd, size, access=access)
         except OSError as error:
             os.close(fd)
@@ -88,9 +91,7 @@ class Region:
         self.fd = fd
         self.rows = rows
         self.row_bytes = row_bytes
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8).reshape(
-            rows, row_bytes
-        )
+        self.array: Memory = np.frombuffer(self._map, dtype=np.uint8).reshape(rows, row_bytes)
 
     @classmethod
     def create(cls, rows: int, row_bytes: int) -> Self:
@@ -114,49 +115,53 @@ class Region:
         """Bytes that have pages, in whichever process."""
         return os.fstat(self.fd).st_blocks * 512
 
-    def row(self, slot: int) -> npt.NDArray[np.uint8]:
+    def row(self, slot: int) -> Memory:
         """The bytes of one row, shape (row_bytes,)."""
-        row: npt.NDArray[np.uint8] = self.array[slot]
+        row: Memory = self.array[slot]
         return row
 
     def checksum(self, slot: int, key: bytes) -> int:
         return checksum(self.array[slot].data, key)
-
-    def populate(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Allocate every page and map it into this process, until no longer `wanted`, on as many
-        threads as the calling one has processors.
-
-        Otherwise the first use of a row is ten times slower if its pages do not exist, and twice as
-        slow if this process has not mapped them (measured). Changes no byte, so others may write.
-        """
-        advice = _MADV_POPULATE_READ if self._read_only else _MADV_POPULATE_WRITE
-        steps = range(0, self.size, _POPULATE_STEP)
-        to_do = iter(steps)
-
-        def work() -> None:
-            for start in to_do:
-                if not wanted():
-                    return
-                pages = self.array.reshape(-1)[start : start + _POPULATE_STEP]
-                if _libc.madvise(pages.ctypes.data, len(pages), advice) != 0:  # an older kernel
-                    pages[:: mmap.PAGESIZE].max()
-
-        count = min(_POPULATE_THREADS, len(os.sched_getaffinity(0)), len(steps))
-        helpers = [
-            threading.Thread(target=work, name="xavier-populate", daemon=True)
-            for _ in range(count - 1)
-        ]
-        for helper in helpers:
-            helper.start()
-        work()
-        for helper in helpers:
-            helper.join()
 
     def close(self) -> None:
         """Close the descriptor. The mapping ends with the last view of it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def populate(rows: Memory, wanted: Callable[[], bool] = lambda: True) -> None:
+    """Allocate each page of `rows`, shape (rows, bytes), and map it into this process, until no
+    longer `wanted`, on as many threads as the calling one has processors.
+
+    Otherwise the first use of a row is ten times slower if its pages do not exist, and twice as
+    slow if this process has not mapped them (measured). Changes no byte, so others may write.
+    """
+    advice = _MADV_POPULATE_WRITE if rows.flags.writeable else _MADV_POPULATE_READ
+    if rows.flags.c_contiguous:
+        flat = rows.reshape(-1)
+        parts = [flat[at : at + _POPULATE_STEP] for at in range(0, len(flat), _POPULATE_STEP)]
+    else:  # a worker's cells
+        parts = [*rows]
+    to_do = iter(parts)
+
+    def work() -> None:
+        for part in to_do:
+            if not wanted():
+                return
+            before = part.ctypes.data % mmap.PAGESIZE
+            if _libc.madvise(part.ctypes.data - before, before + len(part), advice) != 0:
+                part[:: mmap.PAGESIZE].max()  # an older kernel
+
+    count = min(_POPULATE_THREADS, len(os.sched_getaffinity(0)), len(parts))
+    helpers = [
+        threading.Thread(target=work, name="xavier-populate", daemon=True) for _ in range(count - 1)
+    ]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
 
 
 def promised_bytes() -> int:
@@ -177,8 +182,8 @@ def _check_sealed(fd: int) -> None:
         raise RegionError("the size of the offered region can be changed")
 
 
-def _socket_name(incarnation: str) -> str:
-    return f"\0xinference-xavier-{incarnation}"
+def socket_name(name: str) -> str:
+    return f"\0xinference-xavier-{name}"
 
 
 def check_same_user(peer: socket.socket) -> None:
@@ -192,25 +197,24 @@ def check_same_user(peer: socket.socket) -> None:
         )
 
 
-class RegionServer:
-    """Hands a region's descriptor and a note to processes of the same user, on its own thread.
+class HostServer:
+    """Answers processes of the same user, one after the other, on a thread of its own.
 
-    The socket is an abstract Unix socket named after the incarnation, so no file is left behind.
+    The socket is an abstract Unix socket, so no file is left behind.
     """
 
-    def __init__(self, region: Region, incarnation: str, note: bytes = b"") -> None:
-        assert len(note) <= _MAX_NOTE
-        self._region = region
-        self._note = note
+    def __init__(self, name: str, answer: Callable[[socket.socket], None]) -> None:
+        """`answer` may raise OSError and RegionError, which are logged."""
+        self._answer = answer
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(_socket_name(incarnation))
+            self._listener.bind(socket_name(name))
             self._listener.listen()
         except OSError:
             self._listener.close()
             raise
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="xavier-region", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="xavier-host", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
@@ -221,23 +225,33 @@ class RegionServer:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                log.warn("accept", "cannot hand over the pool yet: error=%r", error)
+                log.warn("accept", "no process of this host is answered yet: error=%r", error)
                 self._closing.wait(LEAST_PAUSE)
                 continue
             with peer:
                 try:
                     peer.settimeout(1.0)
                     check_same_user(peer)
-                    _hand_over(peer, self._region, self._region.fd)
-                    peer.sendall(self._note)
+                    self._answer(peer)
                 except (OSError, RegionError) as error:
-                    log.warn("refused", "pool not handed over: error=%s", error)
+                    log.warn("refused", "a process of this host is refused: error=%s", error)
 
     def close(self) -> None:
         self._closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()
+
+
+def serve_region(region: Region, incarnation: str, note: bytes = b"") -> HostServer:
+    """Hand the region and a note to whoever asks for those of the incarnation."""
+    assert len(note) <= _MAX_NOTE
+
+    def hand_over(peer: socket.socket) -> None:
+        _hand_over(peer, region, region.fd)
+        peer.sendall(note)
+
+    return HostServer(incarnation, hand_over)
 
 
 def receive_region(incarnation: str, timeout: float) -> Region:
@@ -251,7 +265,7 @@ def receive_region(incarnation: str, timeout: float) -> Region:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.settimeout(max(0.1, deadline - time.monotonic()))
             try:
-                peer.connect(_socket_name(incarnation))
+                peer.connect(socket_name(incarnation))
                 check_same_user(peer)
                 region = take_region(peer)
                 with peer.makefile("rb") as rest:

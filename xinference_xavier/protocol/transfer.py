@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from xinference_xavier.errors import GrantRefusedError, LinkError, TransportError, shown
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 TRANSFER_UID = "xavier-transfer"  # the uid of the actor in each transfer process
 MAX_ROWS_PER_FETCH = 1 << 16
 MAX_LINE = 1 << 16  # bytes of a line between an engine and its transfer process, at start
@@ -96,12 +96,17 @@ class Endpoint(NamedTuple):
 
 
 class GrantRequest(NamedTuple):
-    """Asks a donor to keep the rows of these chunks for a consumer."""
+    """Asks a donor to keep the rows of these chunks for a consumer, which numbers its grants.
+
+    It copies them, or loads them `in_place`.
+    """
 
     version: int
     namespace: str
     consumer: str  # incarnation
+    number: int
     keys: tuple[bytes, ...]
+    in_place: bool
 
 
 def check_request(request: GrantRequest) -> None:
@@ -112,13 +117,13 @@ def check_request(request: GrantRequest) -> None:
 
 
 class Grant(NamedTuple):
-    """The donor keeps the rows of the first `len(slots)` keys until release, or until `expires`.
+    """The donor keeps the rows of the first `len(slots)` keys until release, or until `expires`: if
+    they are loaded in place, until the consumer's process has ended.
 
     `more_is_held` says that the donor holds the next key too. If not, it does not hold that key as
     of its publication `sequence`.
     """
 
-    grant_id: int  # 0: without rows
     slots: tuple[int, ...]
     checksums: tuple[int, ...]
     expires: float  # time.monotonic() of the donor's host

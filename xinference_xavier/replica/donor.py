@@ -8,9 +8,9 @@ pure bookkeeping over the pool's pins; time is passed in.
 """
 
 import asyncio
-import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.neighbours import Lending
 from xinference_xavier.replica.reports import Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
 
@@ -68,7 +69,8 @@ class Checksums:
 
 
 class Donor:
-    """Grants at most half of the pool at a time, each grant for `lifetime` seconds."""
+    """Grants at most half of the pool at a time. A grant of rows to be copied lasts `lifetime`
+    seconds."""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class Donor:
         self._process = process
         self._namespace = namespace
         self._publisher = publisher
-        self.grants = Grants(pool, max(1, pool.slots // 2), lifetime)
+        self.lending = Lending(peers.incarnation)
+        self.grants = Grants(pool, max(1, pool.slots // 2), lifetime, self.lending.borrowers)
 
     async def run(self) -> None:
         """End grants that are over, and what connects us with replicas that are no peers any more,
@@ -112,12 +115,11 @@ class Donor:
             raise GrantRefusedError("not compared")
         if endpoint is None or not self._process.ready:
             raise GrantRefusedError("no transfer process")
-        record = self.grants.grant(request.consumer, request.keys, time.monotonic())
+        record = self.grants.grant(request, time.monotonic())
         held = len(record.rows)
         self._disk.used(request.keys[:held])
         beyond = request.keys[held : held + 1]
         return Grant(
-            record.grant_id,
             slots=tuple(row.slot for row in record.rows),
             checksums=tuple(row.checksum for row in record.rows if row.checksum is not None),
             expires=record.expires,
@@ -128,54 +130,78 @@ class Donor:
 
 
 class GrantRecord(NamedTuple):
-    grant_id: int
-    consumer: str
     rows: list[Row]
+    in_place: bool
     expires: float
 
 
-class Grants:
-    """Grants of at most `max_rows` rows at a time; each expires after `lifetime` seconds."""
+_Name = tuple[str, int]
+"""A consumer, and its number for the grant."""
 
-    def __init__(self, pool: Pool, max_rows: int, lifetime: float) -> None:
+
+class Grants:
+    """Grants of at most `max_rows` rows at a time.
+
+    Rows that are copied are granted for `lifetime` seconds, and as long as the consumer is a
+    member. What loads rows in place cannot be stopped, so those stay until they are released or
+    the borrower's process has ended.
+    """
+
+    def __init__(
+        self, pool: Pool, max_rows: int, lifetime: float, borrowers: Container[str]
+    ) -> None:
+        """Only `borrowers` load in place: it is noticed when they end."""
         self._pool = pool
         self._max_rows = max_rows
         self._lifetime = lifetime
-        self._records: dict[int, GrantRecord] = {}
-        self._ids = itertools.count(1)
+        self._borrowers = borrowers
+        self._records: dict[_Name, GrantRecord] = {}
+        self._given_up: dict[str, int] = {}  # by borrower: a request may arrive after its release
         self.granted_rows = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def grant(self, consumer: str, keys: Sequence[bytes], now: float) -> GrantRecord:
-        """Pin the leading keys that we hold. Without any, returns a record with id 0. Raises
-        GrantRefusedError if too many rows are granted already."""
+    def grant(self, request: GrantRequest, now: float) -> GrantRecord:
+        """Pin the leading keys that we hold. Raises GrantRefusedError if too many rows are granted
+        already, or nobody waits for these any more."""
         self.expire(now)
+        consumer, number, in_place = request.consumer, request.number, request.in_place
         room = self._max_rows - self.granted_rows
         if room <= 0:
             raise GrantRefusedError("busy")
-        rows = self._pool.pin_shared(keys[:room])
-        record = GrantRecord(next(self._ids) if rows else 0, consumer, rows, now + self._lifetime)
+        if in_place and consumer not in self._borrowers:
+            raise GrantRefusedError("donor gone")
+        if in_place and number <= self._given_up.get(consumer, -1):
+            raise GrantRefusedError("reset")
+        rows = self._pool.pin_shared(request.keys[:room])
+        record = GrantRecord(rows, in_place, math.inf if in_place else now + self._lifetime)
         if rows:
-            self._records[record.grant_id] = record
+            self._records[consumer, number] = record
             self.granted_rows += len(rows)
         return record
 
-    def release(self, grant_id: int) -> None:
-        """Unpin the rows of a grant, unless it has ended already."""
-        record = self._records.pop(grant_id, None)
+    def release(self, consumer: str, number: int) -> None:
+        """Unpin the rows of a grant, which may have ended already, or not begun."""
+        record = self._records.pop((consumer, number), None)
         if record is not None:
             self.granted_rows -= len(record.rows)
             self._pool.unpin(record.rows)
+        elif consumer in self._borrowers:
+            self._given_up[consumer] = max(number, self._given_up.get(consumer, -1))
 
     def expire(self, now: float) -> None:
-        self._release_where(lambda record: record.expires <= now)
+        self._release_where(lambda _, record: record.expires <= now)
 
     def release_except(self, peers: frozenset[str]) -> None:
-        """Release the grants of replicas that are gone."""
-        self._release_where(lambda record: record.consumer not in peers)
+        """Release what replicas that are gone were to copy."""
+        self._release_where(lambda consumer, record: not (record.in_place or consumer in peers))
 
-    def _release_where(self, ended: Callable[[GrantRecord], bool]) -> None:
-        for record in [record for record in self._records.values() if ended(record)]:
-            self.release(record.grant_id)
+    def borrower_ended(self, borrower: str) -> None:
+        """Its process loads nothing any more."""
+        self._release_where(lambda consumer, record: record.in_place and consumer == borrower)
+        self._given_up.pop(borrower, None)
+
+    def _release_where(self, ended: Callable[[str, GrantRecord], bool]) -> None:
+        for name in [name for name, record in self._records.items() if ended(name[0], record)]:
+            self.release(*name)

@@ -8,7 +8,10 @@ written: those stay in quarantine until the transfer process is done with them.
 """
 
 import asyncio
+import itertools
 import logging
+import math
+import random
 import threading
 import time
 from collections import Counter
@@ -20,9 +23,10 @@ import xoscar
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.index import Index
-from xinference_xavier.limits import CALL_DEADLINE
-from xinference_xavier.peers import DISK, Peer, Peers
+from xinference_xavier.limits import CALL_DEADLINE, LOOK
+from xinference_xavier.peers import DISK, IN_PLACE, Peer, Peers
 from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.transfer import (
     PROTOCOL_VERSION,
     Grant,
@@ -30,13 +34,17 @@ from xinference_xavier.protocol.transfer import (
     PullOrder,
     PullResult,
     check_grant,
+    check_slots,
 )
+from xinference_xavier.replica.canary import Audited, Canary
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.neighbours import Neighbour, Neighbours
 from xinference_xavier.replica.reports import EventReporter, Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
-from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, spawn, within
+from xinference_xavier.runtime.aio import UNREACHABLE, Rollback, in_thread, spawn, within
+from xinference_xavier.runtime.backoff import Backoff
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import FetchStats, ReplicaFetches
 
@@ -70,6 +78,11 @@ class Fetch:
     state: FetchState = FetchState.PENDING
     ended: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def in_place(self) -> bool:
+        """True if a neighbour lends the rows."""
+        return self.rows[0].is_lent
+
 
 @dataclass
 class FetchCounts:
@@ -87,21 +100,26 @@ class Fetcher:
         pool: Pool,
         row_bytes: int,
         process: TransferProcess,
+        neighbours: Neighbours,
         namespace: SharedNamespace,
         index: Index[Peers],
         disk: Disk,
         publisher: Publisher,
         events: EventReporter,
+        canary: Canary,
     ) -> None:
         self.pool = pool
         self._row_bytes = row_bytes
         self._process = process
+        self._neighbours = neighbours
+        self._numbers = itertools.count()
         self._namespace = namespace
         self._index = index
         self._peers = index.members
         self._disk = disk
         self._publisher = publisher
         self._events = events
+        self._canary = canary
         self._conditions = RateLimitedLog(logger)
         self.counts = FetchCounts()
 
@@ -126,13 +144,16 @@ class Fetcher:
                 else:
                     if peer is None or peer.address is None:
                         raise GrantRefusedError("donor gone")
-                    grant = await self._grant(fetch, peer)
-                    if grant.grant_id:
-                        scope.undo(self._release, peer, grant.grant_id)
+                    number = next(self._numbers)
+                    grant = await self._grant(fetch, peer, scope, number)
                     self._record_missing(fetch, grant)
-                    if not grant.grant_id:
+                    if not grant.slots:
                         raise GrantRefusedError("not held")
-                    reason = await self._pull(fetch, peer, grant)
+                    if fetch.in_place:
+                        reason = self._borrow(fetch, peer, grant, number)
+                        scope.commit()
+                    else:
+                        reason = await self._pull(fetch, peer, grant)
         except GrantRefusedError as error:
             # A peer must not be able to add a counter per text of its choice.
             reason = error.reason if error.reason in REFUSALS else "refused"
@@ -151,19 +172,23 @@ class Fetcher:
         finally:  # after the rollback, so that no row is half done when the fetch ends
             self._finish(fetch, reason)
 
-    async def _grant(self, fetch: Fetch, peer: Peer) -> Grant:
+    async def _grant(self, fetch: Fetch, peer: Peer, scope: Rollback, number: int) -> Grant:
+        """It is released at the end of the scope, even if the answer does not arrive."""
         if peer.name not in self._peers.trusted:
             raise GrantRefusedError("not compared")
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,
             self._peers.incarnation,
+            number,
             tuple(row.key for row in fetch.rows),
+            fetch.in_place,
         )
         try:
             if peer.actor is None:
                 finding = xoscar.actor_ref(peer.address, replica_uid(peer.name))
                 peer.actor = await within(fetch.deadline - time.monotonic(), finding)
+            scope.undo(self._release, peer.name, peer.actor, number)
             asking = peer.actor.grant(request)
             grant: Grant = await within(fetch.deadline - time.monotonic(), asking)
         except GrantRefusedError:
@@ -178,6 +203,43 @@ class Fetcher:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
             self._index.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
+
+    def _borrow(self, fetch: Fetch, peer: Peer, grant: Grant, number: int) -> str | None:
+        """The rows can be loaded from where they are. Returns why not all of them; None if they
+        can. Raises GrantRefusedError."""
+        fetch.transport = IN_PLACE
+        neighbour = self._neighbours.get(peer.name)
+        if neighbour is None:
+            raise GrantRefusedError("donor gone")
+        if self._peers.differs(peer.name):
+            raise GrantRefusedError("not compared")
+        check_slots(grant.slots, neighbour.rows)
+        for row, slot in zip(fetch.rows, grant.slots, strict=False):
+            row.slot = neighbour.first + slot
+            if self.pool.commit(row, pins=1):
+                fetch.committed.append(row)
+        self.pool.abort(*fetch.rows)
+        spawn(self._until_returned(fetch, peer, neighbour, grant, number))
+        return None if len(fetch.committed) == len(grant.slots) else "reset"
+
+    async def _until_returned(
+        self, fetch: Fetch, peer: Peer, neighbour: Neighbour, grant: Grant, number: int
+    ) -> None:
+        """Keep the grant as long as vLLM may load its rows. One of them is verified meanwhile. If
+        the replica stops, nothing is released: the engine may still load."""
+        keys = (row.key for row in fetch.rows)
+        checksums = dict(zip(keys, grant.checksums, strict=False))
+        with neighbour.lending():
+            if fetch.committed:
+                row = random.choice(fetch.committed)
+                found = await in_thread(self._neighbours.checksum, row.slot, row.key)
+                if found != checksums[row.key]:
+                    self._canary.take(Audited(peer.name, Difference("a checksum", math.inf)))
+            while True:
+                await asyncio.sleep(LOOK)
+                if not any(row.pins for row in fetch.rows):
+                    break
+        self._release(peer.name, peer.actor, number)
 
     async def _read(self, fetch: Fetch) -> str | None:
         """Like `_pull`, from the disk."""
@@ -279,17 +341,23 @@ class Fetcher:
         stats = self.counts.fetches.by_transport.setdefault(fetch.transport, FetchStats())
         stats.ended(fetch.reason, fetch.seconds, size)
 
-    def _release(self, peer: Peer, grant_id: int) -> None:
-        """Release the grant in the background: nothing depends on it, and grants expire anyway."""
-        spawn(self._send_release(peer.name, peer.actor, grant_id))
+    def _release(self, donor: str, actor: xoscar.ActorRefType, number: int) -> None:
+        """Release the grant in the background: nothing here depends on it."""
+        spawn(self._send_release(donor, actor, number))
 
-    async def _send_release(
-        self, donor: str, actor: xoscar.ActorRefType | None, grant_id: int
-    ) -> None:
-        try:
-            if actor is not None:
-                await within(CALL_DEADLINE, actor.release(grant_id))
-        except UNREACHABLE as error:
-            self._conditions.warn(
-                "release", "grant not released, it will expire: donor=%s error=%r", donor, error
-            )
+    async def _send_release(self, donor: str, actor: xoscar.ActorRefType, number: int) -> None:
+        """What is copied expires anyway. A neighbour keeps what is loaded in place until it gets
+        the message."""
+        backoff = Backoff()
+        while True:
+            try:
+                await within(CALL_DEADLINE, actor.release(self._peers.incarnation, number))
+                return
+            except UNREACHABLE as error:
+                self._conditions.warn(
+                    "release", "grant not released yet: donor=%s error=%r", donor, error
+                )
+            neighbour = self._neighbours.get(donor)
+            if neighbour is None or neighbour.is_gone:
+                return
+            await asyncio.sleep(backoff.pause())

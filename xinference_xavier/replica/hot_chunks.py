@@ -33,6 +33,7 @@ from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
 from xinference_xavier.replica.kept_prefixes import KeptPrefixes
+from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
 from xinference_xavier.runtime.aio import ask, finishing, remaining, spawn, take_all
@@ -201,6 +202,7 @@ class HotChunks:
         key_bytes: int,
         index: Index[Peers],
         fetcher: Fetcher,
+        neighbours: Neighbours,
         process: TransferProcess,
         recent: RecentPrompts,
     ) -> None:
@@ -209,6 +211,7 @@ class HotChunks:
         self._index = index
         self._peers = index.members
         self._fetcher = fetcher
+        self._neighbours = neighbours
         self._process = process
         self._recent = recent
         self.joined = asyncio.Event()
@@ -242,16 +245,18 @@ class HotChunks:
         return True
 
     async def _join(self, deadline: float) -> int:
-        """Fetch from peers that hold something, as soon as they are known to compute alike."""
-        asked, chunks = set[str](), 0
+        """Fetch from peers that hold something, as soon as they are known to compute alike. What
+        neighbours hold is loaded in place."""
+        asked, chunks, settled = set[str](), 0, self._neighbours.is_settled
         while self._peers.enabled and time.monotonic() < deadline:
             peers = self._peers
             if not self._index.epoch:  # the tracker has sent us to another namespace
                 await asyncio.sleep(_LOOK)
             elif not len(self._index) or peers.members <= asked | peers.unlike:
                 break
-            elif new := peers.serving & peers.trusted - asked:
+            elif new := {*filter(settled, peers.serving & peers.trusted - asked)}:
                 asked |= new
+                new = {name for name in new if self._neighbours.get(name) is None}
                 some = random.sample(sorted(new), min(len(new), MAX_PEERS))
                 copies = (self._fetch_hottest(peer, deadline) for peer in some)
                 chunks += sum(await asyncio.gather(*copies))

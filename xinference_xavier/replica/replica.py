@@ -23,7 +23,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.limits import START_DEADLINE, TICK
 from xinference_xavier.options import TRANSPORTS
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.window import Window
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import pack, replica_name
@@ -35,6 +35,7 @@ from xinference_xavier.replica.hot_chunks import HotChunks, Prompt, RecentPrompt
 from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
 from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.replica.peer_tier import Background, PeerTier
 from xinference_xavier.replica.reports import (
     EventReporter,
@@ -88,8 +89,8 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         """Grant rows to a consumer. Raises GrantRefusedError, LinkError."""
         return self._replica.donor.grant(request)
 
-    def release(self, grant_id: int) -> None:
-        self._replica.donor.grants.release(grant_id)
+    def release(self, consumer: str, number: int) -> None:
+        self._replica.donor.grants.release(consumer, number)
 
     def hottest(self) -> bytes:
         """The packed keys of its hot chunks, the hottest first."""
@@ -144,7 +145,7 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 
 
 class Replica:
-    """`tier` is how the engine's scheduler knows it; the region belongs to the engine, too."""
+    """`tier` is how the engine's scheduler knows it; the window belongs to the engine, too."""
 
     def __init__(
         self,
@@ -154,21 +155,22 @@ class Replica:
         tier: PeerTier,
         namespace: str,
         key_bytes: int,
-        region: Region,
+        window: Window,
+        workers: int = 1,
         cache_rows: int = 0,
         fingerprint_fields: Mapping[str, str] | None = None,
         not_sharing: NotSharing | None = None,
     ) -> None:
-        """`cache_rows` would hold the engine's KV cache. `fingerprint_fields` are for people;
-        `not_sharing` is why the engine takes no part. Raises TransportError if the configured host
-        cannot be used here."""
+        """The engine has so many `workers`. `cache_rows` would hold its KV cache.
+        `fingerprint_fields` are for people; `not_sharing` is why the engine takes no part. Raises
+        TransportError if the configured host cannot be used here."""
         pool, disk = tier.pool, tier.disk
         self.tier = tier
         self.index, self.peers = index, peers = tier.index, tier.peers
         self.config = config
         self.engine = engine
         self.incarnation = incarnation = peers.incarnation
-        self._row_bytes = region.row_bytes
+        self._row_bytes = window.row_bytes
         self._cache_rows = cache_rows
         self.fingerprint_fields = fingerprint_fields or {}
         self._never_sharing = not_sharing or (
@@ -177,7 +179,7 @@ class Replica:
         self._host = own_host(config.host, config.tracker)
         self._thread = LoopThread("xavier-replica", self._begin)
         self.process = process = TransferProcess(
-            region,
+            window.own,
             incarnation=incarnation,
             host=self._host,
             port_range=config.port_range,
@@ -195,15 +197,20 @@ class Replica:
         self.donor = Donor(
             pool, peers, disk, process, self.namespace, publisher, 2 * config.fetch_timeout
         )
+        self.neighbours = Neighbours(
+            window, peers, workers, enabled=config.transport in ("auto", "shared_memory")
+        )
         fetcher = Fetcher(
             pool=pool,
-            row_bytes=region.row_bytes,
+            row_bytes=window.row_bytes,
             process=process,
+            neighbours=self.neighbours,
             namespace=self.namespace,
             index=index,
             disk=disk,
             publisher=publisher,
             events=events,
+            canary=self.canary,
         )
         self._fetched = fetcher.counts
         self.kept = KeptPrefixes(pool, config.pin_fraction, engine.computed, engine.marked)
@@ -213,6 +220,7 @@ class Replica:
             key_bytes=key_bytes,
             index=index,
             fetcher=fetcher,
+            neighbours=self.neighbours,
             process=process,
             recent=self.recent,
         )
@@ -234,7 +242,7 @@ class Replica:
             self._client,
             process,
             fetcher,
-            Checksums(region, pool, publisher),
+            Checksums(window.own, pool, publisher),
             self.canary,
             self.namespace,
         )
@@ -255,6 +263,8 @@ class Replica:
         """Start the tasks that run as long as the replica does."""
         server = await listen(self._host, self.config.port_range)
         scope.undo(server.stop)
+        lending = await self.donor.lending.open(self.donor.grants.borrower_ended)
+        scope.undo(lending.close)
         scope.undo(self._client.leave)
         address: str = server.external_address
         # Without xinference nothing holds requests back meanwhile.
@@ -265,6 +275,7 @@ class Replica:
             asyncio.ensure_future(work)
             for work in (
                 self.process.run(),
+                self.neighbours.run(),
                 self._client.run(address, self.stats),
                 self._background.checksums.run(),
                 self._housekeep(),

@@ -20,12 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import xoscar
 
 from xinference_xavier.errors import LinkError, XavierError
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import Region, populate
 from xinference_xavier.protocol.transfer import (
     MAX_LINE,
     TRANSFER_UID,
@@ -137,7 +138,8 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
     )
     host = next((transport.host for transport in transports if transport.host), None)
     engine.sendall(Endpoint(address, host).to_json())
-    threading.Thread(target=region.populate, name="xavier-populate", daemon=True).start()
+    work = partial(populate, region.array)
+    threading.Thread(target=work, name="xavier-populate", daemon=True).start()
     await asyncio.Event().wait()
 
 

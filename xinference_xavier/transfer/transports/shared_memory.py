@@ -28,6 +28,7 @@ from xinference_xavier.pool.region import (
     check_same_user,
     copy_threads,
     offer_to_read,
+    populate,
     take_region,
 )
 from xinference_xavier.protocol.transfer import check_slots
@@ -209,7 +210,7 @@ class ConsumerLink(Link):
 
     def _map(self) -> None:
         if self._theirs is not None:
-            self._theirs.populate(lambda: not self._closing)
+            populate(self._theirs.array, lambda: not self._closing)
 
     def receive(
         self, slots: Sequence[int], granted: Sequence[int], check: Check, deadline: float

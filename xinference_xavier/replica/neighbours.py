@@ -1,0 +1,234 @@
+"""Neighbours: the peers on this host whose pools this replica's workers have mapped.
+
+A chunk that a neighbour holds is loaded in place. The donor grants its rows, and vLLM loads them
+from where they are.
+
+A replica keeps a connection to each neighbour, and only the kernel closes it: when the donor's
+process ends, and its pool is to be unmapped (`Neighbours`), or the consumer's, and nothing loads
+what was granted to it any more (`Lending`). Neither depends on the tracker, nor on who is a member.
+
+Where a pool cannot be mapped, its rows are copied as from any other peer. Each pool costs page
+tables in every worker, a 512th of its size; with a device, its driver pins it there, too.
+
+Threading: the replica's background loop. Connections outlive it: vLLM may still load something.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+
+from xinference_xavier.errors import RegionError, XavierError
+from xinference_xavier.limits import CALL_DEADLINE, MOST_PAUSE, START_DEADLINE, TICK
+from xinference_xavier.peers import Peers
+from xinference_xavier.pool.region import check_same_user, checksum, receive_region, socket_name
+from xinference_xavier.pool.window import DONE, Order, Window, worker_name
+from xinference_xavier.runtime.aio import Rollback, in_thread, spawn, within
+from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
+
+logger = logging.getLogger(__name__)
+
+_MAPPED_PER_SECOND = 1 << 30  # bytes; slow drivers take as long
+_LENDS = "lends"
+
+
+class Lending:
+    """The donor's end: who may borrow rows, each with a connection."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._name = socket_name(f"{incarnation}-{_LENDS}")
+        self.borrowers: dict[str, asyncio.StreamWriter] = {}
+        self._log = RateLimitedLog(logger)
+
+    async def open(self, ended: Callable[[str], None]) -> asyncio.Server:
+        """`ended` is called with the incarnation of a borrower whose process is gone."""
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            spawn(self._keep(ended, reader, writer))
+
+        return await asyncio.start_unix_server(connected, self._name)
+
+    async def _keep(
+        self,
+        ended: Callable[[str], None],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        borrower = ""
+        with closing(writer):
+            try:
+                check_same_user(writer.get_extra_info("socket"))
+                borrower = (await within(CALL_DEADLINE, reader.readline())).decode().strip()
+                self.borrowers[borrower] = writer
+                writer.write(DONE)
+                await reader.read()  # until it ends
+            except (OSError, RegionError, TimeoutError, ValueError) as error:
+                self._log.warn("borrower", "a neighbour's connection ended: error=%s", error)
+            finally:
+                if self.borrowers.get(borrower) is writer:
+                    del self.borrowers[borrower]
+                    ended(borrower)
+
+
+@dataclass(eq=False)
+class Neighbour:
+    """A peer's pool, mapped to `rows` slot numbers from `first` on. `loans` are the fetches whose
+    rows may still be loaded."""
+
+    name: str
+    first: int
+    rows: int
+    connection: socket.socket
+    loans: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        """True once its process has ended."""
+        try:
+            return not self.connection.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """It stays mapped meanwhile."""
+        self.loans += 1
+        try:
+            yield
+        finally:
+            self.loans -= 1
+
+
+class Neighbours:
+    """Maps the pools of peers that join, and unmaps those of processes that have ended."""
+
+    def __init__(self, window: Window, peers: Peers, workers: int, enabled: bool) -> None:
+        """The engine has so many `workers`. Not `enabled`, there are no neighbours."""
+        self.window = window
+        self._peers = peers
+        self._workers = workers
+        self._enabled = enabled
+        self._mapped: dict[str, Neighbour] = {}
+        self._failed: dict[str, float] = {}  # when to try again
+
+    def get(self, name: str) -> Neighbour | None:
+        return self._mapped.get(name)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(each.rows for each in [*self._mapped.values()]) * self.window.row_bytes
+
+    def checksum(self, slot: int, key: bytes) -> int:
+        return checksum(self.window.array[slot].data, key)
+
+    def is_settled(self, name: str) -> bool:
+        """True once it is known whether this peer is a neighbour."""
+        return not self._enabled or name in self._mapped or name in self._failed
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        while self._enabled:
+            await self._look()
+            await asyncio.sleep(TICK)
+
+    async def _look(self) -> None:
+        for each in [*self._mapped.values()]:
+            if each.is_gone and not each.loans:
+                await self._unmap(each)
+        names, now = {*self._peers}, time.monotonic()
+        self._failed = {name: at for name, at in self._failed.items() if name in names}
+        for name in names - self._mapped.keys():
+            if now >= self._failed.get(name, now):
+                await self._map(name)
+        # A peer's record may be a new one.
+        for each in self._mapped.values():
+            self._peers.map(each.name, None if each.is_gone else each.first)
+
+    async def _map(self, name: str) -> None:
+        began = time.monotonic()
+        try:
+            neighbour = await self._mapping(name)
+        except ConnectionRefusedError:  # it is on another host, or hidden from this one
+            neighbour = None
+        except (XavierError, OSError, TimeoutError) as error:
+            logger.warning("rows of this peer are copied: peer=%s error=%s", name, error)
+            neighbour = None
+        if neighbour is None:
+            self._failed[name] = time.monotonic() + MOST_PAUSE
+            return
+        self._failed.pop(name, None)
+        self._mapped[name] = neighbour
+        size, seconds = neighbour.rows * self.window.row_bytes, time.monotonic() - began
+        logger.info("pool of a neighbour mapped: peer=%s bytes=%d s=%.1f", name, size, seconds)
+
+    async def _mapping(self, name: str) -> Neighbour:
+        async with Rollback() as scope:
+            connection = await in_thread(_connect, name, self._peers.incarnation)
+            scope.undo(connection.close)
+            region = await in_thread(receive_region, name, CALL_DEADLINE)
+            with closing(region):
+                first, rows, size = self._room(region.rows), region.rows, region.size
+                self.window.map(first, region)
+            scope.undo(self.window.unmap, first, rows)
+            scope.undo(self._order, Order(first, rows), CALL_DEADLINE)
+            await self._order(Order(first, rows, name), START_DEADLINE + size / _MAPPED_PER_SECOND)
+            scope.commit()
+        return Neighbour(name, first, rows, connection)
+
+    def _room(self, rows: int) -> int:
+        """The first row behind which there are so many that nothing is mapped to."""
+        first = self.window.own.rows
+        for each in sorted(self._mapped.values(), key=lambda each: each.first):
+            if first + rows <= each.first:
+                break
+            first = each.first + each.rows
+        return first
+
+    async def _unmap(self, neighbour: Neighbour) -> None:
+        self._peers.map(neighbour.name, None)
+        del self._mapped[neighbour.name]
+        neighbour.connection.close()
+        self.window.unmap(neighbour.first, neighbour.rows)
+        order = Order(neighbour.first, neighbour.rows)
+        with suppress(RegionError, OSError, TimeoutError):  # the worker does it later, or has ended
+            await self._order(order, CALL_DEADLINE)
+
+    async def _order(self, order: Order, seconds: float) -> None:
+        """Have all workers obey. Raises RegionError, OSError, TimeoutError."""
+        obeying = (self._obeyed(rank, order) for rank in range(self._workers))
+        await within(seconds, asyncio.gather(*obeying))
+
+    async def _obeyed(self, rank: int, order: Order) -> None:
+        name = worker_name(self._peers.incarnation, rank)
+        try:
+            reader, writer = await asyncio.open_unix_connection(socket_name(name))
+        except ConnectionRefusedError:
+            raise RegionError("a worker takes no orders") from None
+        with closing(writer):
+            writer.write(json.dumps(order._asdict()).encode() + b"\n")
+            answer = await reader.read()
+        if answer != DONE:
+            raise RegionError(answer.decode() or "a worker did not answer")
+
+
+def _connect(donor: str, consumer: str) -> socket.socket:
+    """Be known to the donor as one that may borrow its rows. Raises OSError, RegionError."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(CALL_DEADLINE)
+        connection.connect(socket_name(f"{donor}-{_LENDS}"))
+        check_same_user(connection)
+        connection.sendall(consumer.encode() + b"\n")
+        if connection.recv(len(DONE), socket.MSG_WAITALL) != DONE:
+            raise RegionError("it lends nothing")
+        connection.setblocking(False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
