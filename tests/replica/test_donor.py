@@ -3,9 +3,11 @@ which are computed off the scheduler thread, however fast rows come."""
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +26,7 @@ from xinference_xavier.protocol.transfer import (
 from xinference_xavier.replica import donor as module
 from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.donor import Checksums, Donor, Grants
+from xinference_xavier.replica.kept_prefixes import Prompt
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.reports import Publisher
 
@@ -155,8 +158,16 @@ class Scene:
         self.index = compared_index("own")
         self.namespace = SharedNamespace("namespace", self.index, disk)
         publisher = Publisher("own", pool)
+        self.finished: deque[Prompt] = deque()
         self.donor = Donor(
-            pool, self.index.members, disk, self.process, self.namespace, publisher, LIFETIME
+            pool,
+            self.index.members,
+            disk,
+            self.process,
+            self.namespace,
+            publisher,
+            self.finished,
+            LIFETIME,
         )
         self.join()
 
@@ -250,6 +261,13 @@ def test_what_a_peer_gets_counts_as_used(pool: Pool) -> None:
     disk.used = used.extend  # type: ignore[method-assign]
     Scene(pool, disk).donor.grant(REQUEST._replace(keys=(A, B, b"not held")))
     assert used == [A, B]
+
+
+def test_what_a_neighbour_loads_counts_as_a_prompt_of_the_own_engine(scene: Scene) -> None:
+    """It is handed over before the replica leaves, although no own request has used it."""
+    scene.donor.lending.borrowers["consumer"] = Mock()
+    scene.donor.grant(REQUEST._replace(keys=(A, B, b"not held"), in_place=True))
+    assert [*scene.finished] == [(A, B)]
 
 
 def test_two_promises_of_one_row_both_count(pool: Pool, grants: Grants) -> None:

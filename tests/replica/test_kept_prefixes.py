@@ -21,7 +21,15 @@ class Replica:
         self.computed: deque[ComputedPrefix] = deque()
         self.marked: deque[MarkedPrompt] = deque()
         self.now = 0.0
-        self.kept = KeptPrefixes(self.pool, 0.5, self.computed, self.marked, clock=lambda: self.now)
+        self.near: set[bytes] = set()
+        self.kept = KeptPrefixes(
+            self.pool,
+            0.5,
+            self.computed,
+            self.marked,
+            self.near.__contains__,
+            clock=lambda: self.now,
+        )
 
     def mark(self, keys: bytes, seconds: float = 300.0, share: float = 1.0) -> None:
         self.marked.append(MarkedPrompt(Keeping(seconds, share), split(keys)))
@@ -64,6 +72,14 @@ def test_a_prefix_is_kept_while_there_is_room_for_it(replica: Replica) -> None:
         assert replica.holds() == others + b"abc"
     replica.store(b"ABCDEFG")
     assert replica.kept.keep({}).prefixes[A].held == 1, "what is computed needs the rest"
+
+
+def test_what_a_neighbour_keeps_is_kept(replica: Replica) -> None:
+    """It holds the same prefix, which is loaded from there: nobody computes it once more."""
+    replica.compute(A, b"abc")
+    replica.pool.reset()
+    replica.near |= {b"a", b"b"}
+    assert replica.kept.keep({A: True}).prefixes[A].held == 2
 
 
 def test_a_firm_prefix_is_never_evicted(replica: Replica) -> None:

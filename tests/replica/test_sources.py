@@ -5,6 +5,7 @@ import asyncio
 import threading
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,7 @@ class PeersRows(Source):
             process,
             SharedNamespace("namespace", peers, NoDisk()),
             publisher,
+            deque(),
             NEVER,
         )
 

@@ -45,7 +45,7 @@ class Replica:
         self.silent = False
         self._cluster = cluster
         self._computed: deque[ComputedPrefix] = deque()
-        self._kept = KeptPrefixes(self.pool, 0.5, self._computed, deque())
+        self._kept = KeptPrefixes(self.pool, 0.5, self._computed, deque(), lambda _: False)
 
     def keep(self, changes: Mapping[str, bool | None] | None) -> Kept:
         if self.silent:

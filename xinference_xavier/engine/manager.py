@@ -309,9 +309,9 @@ class XavierManager(OffloadingManager):
             ends = request.ends()
             keys = [key for key in keys if ends.get(key[: GROUP.start]) in request.probe.layers]
         offered = {request.row_key(key): key for key in keys}
-        if neighbours := self._tier.peers.neighbours:  # a host needs a chunk once
-            holders = self._holders
-            offered = {key: its for key, its in offered.items() if not holders(key) & neighbours}
+        if self._tier.peers.neighbours:
+            is_near = self._tier.is_near
+            offered = {key: its for key, its in offered.items() if not is_near(key)}
         rows, evicted = self._evictor.reserve(offered, request.row_keys() or list(offered))
         stored = {offered[row.key]: row for row in rows}
         positions = key_positions(req_context)

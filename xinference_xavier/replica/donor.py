@@ -10,6 +10,7 @@ pure bookkeeping over the pool's pins; time is passed in.
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -22,6 +23,7 @@ from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import Grant, GrantRequest, check_request
 from xinference_xavier.replica.disk import Disk
+from xinference_xavier.replica.kept_prefixes import Prompt
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.neighbours import Lending
 from xinference_xavier.replica.reports import Publisher
@@ -80,14 +82,17 @@ class Donor:
         process: TransferProcess,
         namespace: SharedNamespace,
         publisher: Publisher,
+        finished: deque[Prompt],
         lifetime: float,
     ) -> None:
+        """`finished` gets what neighbours load, like the prompts of own requests."""
         self._pool = pool
         self._peers = peers
         self._disk = disk
         self._process = process
         self._namespace = namespace
         self._publisher = publisher
+        self._finished = finished
         self.lending = Lending(peers.incarnation)
         self.grants = Grants(pool, max(1, pool.slots // 2), lifetime, self.lending.borrowers)
 
@@ -103,8 +108,8 @@ class Donor:
             self.grants.release_except(peers)
 
     def grant(self, request: GrantRequest) -> Grant:
-        """Grant the leading chunks of the request that we hold. The disk is told of them: they are
-        used. Raises GrantRefusedError; LinkError for another version."""
+        """Grant the leading chunks of the request that we hold, which counts as their use. Raises
+        GrantRefusedError; LinkError for another version."""
         endpoint = self._process.endpoint
         check_request(request)
         if not (self._namespace.resets_done and self._peers.enabled):
@@ -117,7 +122,10 @@ class Donor:
             raise GrantRefusedError("no transfer process")
         record = self.grants.grant(request, time.monotonic())
         held = len(record.rows)
-        self._disk.used(request.keys[:held])
+        if request.in_place:
+            self._finished.append(request.keys[:held])
+        else:
+            self._disk.used(request.keys[:held])
         beyond = request.keys[held : held + 1]
         return Grant(
             slots=tuple(row.slot for row in record.rows),

@@ -32,7 +32,7 @@ from xinference_xavier.pool.pool import PORTION, Pool, Row
 from xinference_xavier.protocol.tracker import GROUP, pack, unpack
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
-from xinference_xavier.replica.kept_prefixes import KeptPrefixes
+from xinference_xavier.replica.kept_prefixes import KeptPrefixes, Prompt
 from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -60,9 +60,6 @@ _ROW_PATIENCE = 1.0
 _GRACE = 1.0  # seconds, for a peer's answer
 _FORGOTTEN = 5.0
 """Seconds after which a removal that no longer asks was given up."""
-
-Prompt = Sequence[bytes]
-"""The keys of a prompt's chunks, group by group."""
 
 
 class RecentPrompts:

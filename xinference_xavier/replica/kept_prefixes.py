@@ -19,6 +19,8 @@ from xinference_xavier.protocol.prefixes import Keeping, Kept, KeptPrefix
 from xinference_xavier.protocol.tracker import GROUP
 from xinference_xavier.runtime.aio import take_all
 
+Prompt = Sequence[bytes]
+"""The keys of a prompt's chunks, group by group."""
 MAX_MARKS = 1000
 """Marked prompts. Those that were used last stay."""
 
@@ -52,13 +54,16 @@ class KeptPrefixes:
         fraction: float,
         computed: deque[ComputedPrefix],
         marked: deque[MarkedPrompt],
+        is_near: Callable[[bytes], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`computed` gets the prefixes that the engine is given, and `marked` the prompts to keep.
-        `clock` returns monotonic seconds."""
+        What a neighbour holds `is_near`; it keeps the same prefixes. `clock` returns monotonic
+        seconds."""
         self._pool = pool
         self._computed = computed
         self._marked = marked
+        self._is_near = is_near
         self._clock = clock
         self._budget = int(pool.slots * fraction)
         self._wanted: dict[str, bool] = {}  # and whether firmly
@@ -86,7 +91,7 @@ class KeptPrefixes:
         prefix = self._prefixes.get(name)
         if prefix is None:
             return KeptPrefix()
-        held = sum(self._pool.lookup(key) is not None for key in prefix.keys)
+        held = sum(self._pool.lookup(key) is not None or self._is_near(key) for key in prefix.keys)
         return KeptPrefix(prefix.tokens, len(prefix.keys), held, name in self._firm)
 
     def prompts(self) -> list[Sequence[bytes]]:

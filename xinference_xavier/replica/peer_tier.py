@@ -167,6 +167,11 @@ class PeerTier:
         """True if `holders` and `submit_load` may be used."""
         return self.reaches_peers or bool(self.saved)
 
+    def is_near(self, key: bytes) -> bool:
+        """True if a neighbour holds the chunk: one of them is enough for a host."""
+        near = self.peers.neighbours
+        return bool(near and self.index.usable_set(key) & near)
+
     def run(self, keys: Sequence[bytes], among: int) -> tuple[int, int]:
         """The number of leading `keys` that one source of the set `among` holds, and the set of
         sources that hold all of them: `among` if the number is 0."""

@@ -31,9 +31,14 @@ from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.canary import Canary, ProbeResult
 from xinference_xavier.replica.donor import Checksums, Donor
 from xinference_xavier.replica.fetcher import Fetcher
-from xinference_xavier.replica.hot_chunks import HotChunks, Prompt, RecentPrompts
+from xinference_xavier.replica.hot_chunks import HotChunks, RecentPrompts
 from xinference_xavier.replica.inspect import Chunker, Explainer, self_check
-from xinference_xavier.replica.kept_prefixes import ComputedPrefix, KeptPrefixes, MarkedPrompt
+from xinference_xavier.replica.kept_prefixes import (
+    ComputedPrefix,
+    KeptPrefixes,
+    MarkedPrompt,
+    Prompt,
+)
 from xinference_xavier.replica.namespace import SharedNamespace
 from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.replica.peer_tier import Background, PeerTier
@@ -72,7 +77,7 @@ class Engine:
     answers: deque[RequestReport]
     computed: deque[ComputedPrefix]  # of named prefixes
     marked: deque[MarkedPrompt]  # to be kept
-    finished: deque[Prompt]  # of requests that ended
+    finished: deque[Prompt]  # of requests that ended, here or at a neighbour
 
 
 class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has no types
@@ -195,7 +200,14 @@ class Replica:
         )
         # A grant outlives the fetch that asked for it.
         self.donor = Donor(
-            pool, peers, disk, process, self.namespace, publisher, 2 * config.fetch_timeout
+            pool,
+            peers,
+            disk,
+            process,
+            self.namespace,
+            publisher,
+            engine.finished,
+            2 * config.fetch_timeout,
         )
         self.neighbours = Neighbours(
             window, peers, workers, enabled=config.transport in ("auto", "shared_memory")
@@ -213,7 +225,9 @@ class Replica:
             canary=self.canary,
         )
         self._fetched = fetcher.counts
-        self.kept = KeptPrefixes(pool, config.pin_fraction, engine.computed, engine.marked)
+        self.kept = KeptPrefixes(
+            pool, config.pin_fraction, engine.computed, engine.marked, tier.is_near
+        )
         self.recent = RecentPrompts(pool, engine.finished, self.kept, disk)
         self.hot_chunks = HotChunks(
             incarnation=incarnation,
