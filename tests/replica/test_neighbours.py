@@ -1,0 +1,292 @@
+"""Replicas of a host map each other's pools, and lend their rows for as long as something may read
+them: the kernel says when a process has ended. Here, a process is what a replica has open."""
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.harness.comparisons import compared, compared_index, snapshot
+from tests.harness.replicas import content, fresh_keys
+from tests.replica.consumers import NEVER, Consumer, fill
+from xinference_xavier.pool.pool import Pool, Row
+from xinference_xavier.pool.region import Region, serve_region
+from xinference_xavier.pool.window import WindowServer
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
+from xinference_xavier.replica import fetcher as fetcher_module
+from xinference_xavier.replica import neighbours as module
+from xinference_xavier.replica.canary import Audited
+from xinference_xavier.replica.disk import NoDisk
+from xinference_xavier.replica.donor import Donor
+from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.replica.neighbours import Neighbours
+from xinference_xavier.runtime.aio import UNREACHABLE
+
+ROWS, ROW_BYTES = 8, 4096
+
+
+class Replica(Consumer):
+    """With one worker, whose window is the engine's, as in the benchmarks. It fetches from
+    `source`."""
+
+    def __init__(self, host: AsyncExitStack, rows: int = ROWS, row_bytes: int = ROW_BYTES) -> None:
+        self.name = uuid.uuid4().hex
+        region, pool = Region.create(rows, row_bytes), Pool(rows)
+        super().__init__(region, pool, compared_index(self.name), self._pull)
+        self.peers = self.index.members
+        window = self.neighbours.window
+        self.neighbours = Neighbours(window, self.peers, workers=1, enabled=True)
+        self.fetcher._neighbours = self.neighbours
+        self.fetcher._canary = SimpleNamespace(take=self._take)  # type: ignore[assignment]
+        self.failed: list[Audited] = []
+        self._process: Any = SimpleNamespace(endpoint=Endpoint("host:1", None), ready=True)
+        self.donor = Donor(
+            pool,
+            self.peers,
+            NoDisk(),
+            self._process,
+            self.namespace,
+            self.publisher,
+            deque(),
+            NEVER,
+        )
+        self.releases_arrive = asyncio.Event()
+        self.releases_arrive.set()
+        self._open = host
+        self.worker = WindowServer(window, self.name, 0, slice(0, row_bytes), None)
+        host.callback(self.worker.close)
+        served = serve_region(region, self.name)
+        host.callback(served.close)
+
+    async def open(self) -> None:
+        self._lending = await self.donor.lending.open(self.donor.grants.borrower_ended)
+        self._open.callback(self._lending.close)
+
+    def end(self) -> None:
+        """As the kernel does to a process."""
+        self._lending.close()
+        for connection in self.donor.lending.borrowers.values():
+            connection.close()
+
+    async def _pull(self, _: object) -> Any:
+        raise AssertionError("nothing is copied")
+
+    def _take(self, result: Audited) -> None:
+        self.failed.append(result)
+
+    def meet(self, *others: "Replica", **holdings: Sequence[bytes]) -> None:
+        self.index.apply(snapshot(*(compared(each.name) for each in others), **holdings))
+        for each in others:
+            actor: Any = SimpleNamespace(grant=each.grant, release=each.release)
+            self.peers[each.name].actor = actor
+            self.source = each.name
+
+    async def grant(self, request: GrantRequest) -> Grant:
+        return self.donor.grant(request)
+
+    async def release(self, consumer: str, number: int) -> None:
+        if not self.releases_arrive.is_set():
+            raise UNREACHABLE[0]
+        self.donor.grants.release(consumer, number)
+
+    def borrow(self, keys: Sequence[bytes]) -> tuple[Fetch, asyncio.Future[None]]:
+        fetch = Fetch(self.source, self.pool.borrow(keys), 1e9)
+        return fetch, self.fetcher.start(fetch)
+
+    def row(self, row: Row) -> bytes:
+        return bytes(self.neighbours.window.array[row.slot])
+
+    @property
+    def neighbour(self) -> bool:
+        return self.peers[self.source].is_neighbour
+
+
+class Pair:
+    """A donor and a consumer, which know each other."""
+
+    def __init__(self, host: AsyncExitStack) -> None:
+        self.donor, self.consumer = Replica(host), Replica(host)
+        self.keys = fresh_keys(4)
+
+    async def open(self) -> None:
+        for each in (self.donor, self.consumer):
+            await each.open()
+        fill(self.donor.region, self.donor.pool, self.keys)
+        self.donor.meet(self.consumer)
+        self.consumer.meet(self.donor, **{self.donor.name: self.keys})
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """While neighbours look after each other."""
+        await self.consumer.neighbours._look()
+        async with asyncio.timeout(NEVER):
+            while not condition():  # the kernel tells a socket, and nobody else
+                await asyncio.sleep(0.001)
+                await self.consumer.neighbours._look()
+
+    @property
+    def pinned(self) -> int:
+        return self.donor.pool.counts().pinned
+
+
+@pytest.fixture
+async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    monkeypatch.setattr(fetcher_module, "LOOK", 0.001)
+    async with AsyncExitStack() as host:
+        pair = Pair(host)
+        await pair.open()
+        yield pair
+
+
+async def test_a_peer_of_this_host_becomes_a_neighbour(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    assert pair.consumer.peers.neighbours == pair.consumer.peers.usable
+    assert pair.consumer.neighbours.mapped_bytes == ROWS * ROW_BYTES
+
+
+async def test_a_peer_elsewhere_is_tried_once_and_then_known_to_be_none(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.consumer.index.apply(snapshot(compared("far")))
+    assert not pair.consumer.neighbours.is_settled("far")
+    await pair.consumer.neighbours._look()
+    assert pair.consumer.neighbours.is_settled("far")
+    monkeypatch.setattr(module, "_connect", None)
+    await pair.consumer.neighbours._look()
+    assert not pair.consumer.peers["far"].is_neighbour
+
+
+async def test_rows_are_lent_where_they_are(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    assert (fetch.state, fetch.transport) == (FetchState.COMMITTED, "in_place")
+    assert [pair.consumer.row(row) for row in fetch.rows] == [
+        content(key, ROW_BYTES).tobytes() for key in pair.keys
+    ]
+    assert pair.consumer.pool.counts().ready == 0
+    assert pair.consumer.arrived == [], "peers find them at the donor"
+
+
+async def test_rows_are_pinned_until_nobody_has_them_any_more(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    loading = pair.consumer.pool.pin(pair.keys[:1])
+    pair.consumer.pool.unpin(fetch.committed)
+    await asyncio.sleep(0.01)
+    assert pair.pinned == 4
+    pair.consumer.pool.unpin(loading)
+    await pair.until(lambda: pair.pinned == 0)
+
+
+async def test_a_release_that_does_not_arrive_is_repeated(pair: Pair) -> None:
+    """Nothing else would end the grant."""
+    await pair.until(lambda: pair.consumer.neighbour)
+    pair.donor.releases_arrive.clear()
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    pair.consumer.pool.unpin(fetch.committed)
+    await pair.until(lambda: not pair.consumer.pool.held)
+    assert pair.pinned == 4
+    pair.donor.releases_arrive.set()
+    await pair.until(lambda: pair.pinned == 0)
+
+
+async def test_what_a_consumer_has_is_free_once_its_process_has_ended(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    _, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    neighbour = pair.consumer.neighbours.get(pair.donor.name)
+    assert neighbour is not None
+    assert pair.pinned == 4
+    neighbour.connection.close()
+    async with asyncio.timeout(NEVER):
+        while pair.pinned:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_a_donor_that_has_ended_stays_mapped_while_its_rows_are_loaded(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    pair.donor.end()
+    await pair.until(lambda: not pair.consumer.neighbour)
+    assert pair.consumer.row(fetch.rows[3]) == content(pair.keys[3], ROW_BYTES).tobytes()
+    assert pair.consumer.neighbours.mapped_bytes
+    pair.consumer.pool.unpin(fetch.committed)
+    await pair.until(lambda: not pair.consumer.neighbours.mapped_bytes)
+
+
+async def test_a_peer_that_is_forgotten_and_comes_back_is_a_neighbour_still(pair: Pair) -> None:
+    """As after new weights. To map it anew would take seconds for each GiB."""
+    await pair.until(lambda: pair.consumer.neighbour)
+    mapped = pair.consumer.neighbours.get(pair.donor.name)
+    pair.consumer.index.clear()
+    pair.consumer.peers.set_compared(True)
+    pair.consumer.meet(pair.donor)
+    assert not pair.consumer.neighbour
+    await pair.until(lambda: pair.consumer.neighbour)
+    assert pair.consumer.neighbours.get(pair.donor.name) is mapped
+
+
+async def test_the_room_of_one_that_has_ended_is_used_again(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    async with AsyncExitStack() as host:
+        second, third = Replica(host), Replica(host, rows=ROWS // 2)
+        firsts = []
+        for each in (second, third):
+            await each.open()
+            pair.consumer.meet(pair.donor, each)
+            await pair.until(lambda: pair.consumer.neighbour)
+            firsts.append(pair.consumer.peers[each.name].first_row)
+            pair.donor.end()
+            await pair.until(lambda: not pair.consumer.peers[pair.donor.name].is_neighbour)
+        assert firsts == [2 * ROWS, ROWS]
+
+
+async def test_rows_of_another_size_are_not_mapped(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as host:
+        other = Replica(host, row_bytes=2 * ROW_BYTES)
+        await other.open()
+        pair.consumer.meet(other)
+        await pair.consumer.neighbours._look()
+        assert not pair.consumer.neighbour
+        assert "its rows have 8192 bytes, the own ones 4096" in caplog.text
+
+
+async def test_a_reset_meanwhile_voids_what_is_lent(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    pair.consumer.pool.reset()
+    await ended
+    assert (fetch.state, fetch.reason) == (FetchState.ROLLED_BACK, "reset")
+    assert pair.consumer.pool.counts().quarantined == 0
+    await pair.until(lambda: pair.pinned == 0)
+
+
+async def test_rows_of_a_donor_that_computes_something_else_are_not_loaded(pair: Pair) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    pair.consumer.peers.set_compared(False)
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    assert fetch.reason == "not compared"
+    await pair.until(lambda: pair.pinned == 0)
+
+
+async def test_a_row_that_is_not_what_was_granted_is_like_a_failed_audit(pair: Pair) -> None:
+    """Each fetch has one of its rows verified, after it is a hit."""
+    await pair.until(lambda: pair.consumer.neighbour)
+    pair.donor.region.array[:, 7] ^= 1
+    _, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    await pair.until(lambda: bool(pair.consumer.failed))
+    (failed,) = pair.consumer.failed
+    assert failed.donor == pair.donor.name
+    assert str(failed.difference).startswith("a checksum")
