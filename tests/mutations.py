@@ -559,6 +559,55 @@ MUTATIONS = (
         "a launch that fails leaves its tracker, and the model seems to share",
         ("tests/serving/launch/test_supervisor.py",),
     ),
+    Mutation(
+        "pool/pool.py",
+        "                elif row.is_lent:\n                    self._forget(row)\n",
+        "",
+        "a hit is loaded from a neighbour's row that it has long reused",
+        ("tests/engine/test_in_place.py",),
+    ),
+    Mutation(
+        "replica/donor.py",
+        "math.inf if in_place else now + self._lifetime",
+        "now + self._lifetime",
+        "a row changes under the load of a consumer that stood still for a while",
+        ("tests/replica/test_donor.py",),
+    ),
+    Mutation(
+        "replica/donor.py",
+        "not (record.in_place or consumer in peers)",
+        "consumer not in peers",
+        "a row changes under the load of a consumer that has lost its lease",
+        ("tests/replica/test_donor.py",),
+    ),
+    Mutation(
+        "replica/fetcher.py",
+        "                if not any(row.pins for row in fetch.rows):\n",
+        "                if fetch.rows:\n",
+        "a row changes under a load that takes longer than a moment",
+        ("tests/replica/test_neighbours.py",),
+    ),
+    Mutation(
+        "replica/neighbours.py",
+        "if each.is_gone and not each.loans:",
+        "if each.is_gone:",
+        "an engine ends with its neighbour, whose rows it loads",
+        ("tests/replica/test_neighbours.py",),
+    ),
+    Mutation(
+        "replica/fetcher.py",
+        "row.slot = neighbour.first + slot",
+        "row.slot = slot",
+        "own rows are loaded instead of a neighbour's",
+        ("tests/replica/test_neighbours.py",),
+    ),
+    Mutation(
+        "engine/manager.py",
+        "if not is_near(key)",
+        "if key",
+        "each replica of a host keeps the same chunks",
+        ("tests/engine/test_in_place.py",),
+    ),
 )
 
 

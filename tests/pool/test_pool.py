@@ -1,6 +1,6 @@
 """The pool against a model that is too simple to be wrong, and its rules one by one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -36,7 +36,7 @@ class PoolAgainstModel:
 
     def go_on(self) -> None:
         """One of the events that are possible now, more often those that fill the pool."""
-        steps = [*6 * [self.reserve], *2 * [self.pin], self.touch, self.set_checksum]
+        steps = [*6 * [self.reserve], *2 * [self.pin], self.borrow, self.touch, self.set_checksum]
         steps += [self.flush, self.reset]
         if self.writing:
             steps = [*12 * [self.commit], self.abort, self.quarantine, *steps]
@@ -63,7 +63,16 @@ class PoolAgainstModel:
 
     def in_use(self) -> set[int]:
         rows = (*self.filling, *self.idle, *self.pinned, *self.quarantined)
-        return {row.slot for row in rows}
+        return {row.slot for row in own(rows)}
+
+    def borrow(self) -> None:
+        keys, held = self.draw(KEY_LISTS), self.held()
+        rows = self.pool.borrow(keys)
+        self.flushed = [row for row in self.flushed if row.state is RowState.FLUSHED]
+        assert [row.key for row in rows] == [key for key in keys if key not in held]
+        assert all(row.is_lent and row.slot >= SLOTS for row in rows), "it takes no slot"
+        self.filling += rows
+        self.writing += rows
 
     def reserve(self) -> None:
         some = st.lists(KEYS, unique=True) | st.permutations([row.key for row in self.idle])
@@ -94,8 +103,11 @@ class PoolAgainstModel:
 
     def commit(self) -> None:
         row, pins = self.one_of(self.writing), self.draw(st.sampled_from([0, 0, 0, 1, 2]))
+        checksum = self.draw(st.none() | CHECKSUMS)
+        if row.is_lent:
+            pins, checksum = max(1, pins), None
         live = row in self.filling
-        assert self.pool.commit(row, self.draw(st.none() | CHECKSUMS), pins) == live
+        assert self.pool.commit(row, checksum, pins) == live
         if not live:  # there was a reset or a quarantine
             return
         self.writing.remove(row)
@@ -157,12 +169,17 @@ class PoolAgainstModel:
 
     def share_row(self) -> None:
         row = self.one_of([*self.pinned, *self.ended])
+        if row.is_lent:  # only stored rows are shared
+            return
         assert self.pool.set_checksum(row, self.draw(CHECKSUMS)) == (row in self.ready())
 
     def unpin(self) -> None:
         row = self.one_of(self.pinned)
         self.pool.unpin([row])
         self.pinned.remove(row)
+        if row not in self.pinned and row.is_lent:
+            assert row.state is RowState.FREE, "whoever borrowed it gives it back"
+            assert self.pool.lookup(row.key) is not row
         if row not in self.pinned and row.state is RowState.READY:
             self.idle.append(row)
         if row not in self.pinned and row.state is RowState.FLUSHED:
@@ -180,7 +197,7 @@ class PoolAgainstModel:
 
     def set_checksum(self) -> None:
         row, checksum = self.pool.lookup(self.draw(KEYS)), self.draw(CHECKSUMS)
-        if row is not None:
+        if row is not None and not row.is_lent:
             assert self.pool.set_checksum(row, checksum)
             assert row.checksum == checksum
 
@@ -206,10 +223,11 @@ class PoolAgainstModel:
         counts = self.pool.counts()
         pinned = set(self.pinned)
         assert counts.rows == SLOTS
-        assert counts.ready == len(ready)
-        assert counts.filling == len(self.filling)
-        assert counts.pinned == len(pinned)
-        assert counts.quarantined == len(self.quarantined) + len(pinned) - len(live)
+        assert counts.ready == len(own(ready))
+        assert counts.filling == len(own(self.filling))
+        assert counts.pinned == len(own(pinned))
+        void = {*own(pinned)} - {*live}
+        assert counts.quarantined == len(own(self.quarantined)) + len(void)
         for row in (*self.idle, *self.flushed, *live):
             assert self.pool.lookup(row.key) is (row if row in ready else None)
         for row in self.filling:
@@ -217,6 +235,11 @@ class PoolAgainstModel:
             assert self.pool.holds(row.key)
         shared = {row.key for row in ready if row.checksum is not None}
         assert set(shared_keys(self.pool)) == shared
+
+
+def own(rows: Iterable[Row]) -> list[Row]:
+    """Without those that a neighbour lends."""
+    return [row for row in rows if not row.is_lent]
 
 
 @settings(max_examples=100, derandomize=True)

@@ -216,8 +216,8 @@ async def test_a_donor_that_has_ended_stays_mapped_while_its_rows_are_loaded(pai
     await ended
     pair.donor.end()
     await pair.until(lambda: not pair.consumer.neighbour)
-    assert pair.consumer.row(fetch.rows[3]) == content(pair.keys[3], ROW_BYTES).tobytes()
     assert pair.consumer.neighbours.mapped_bytes
+    assert pair.consumer.row(fetch.rows[3]) == content(pair.keys[3], ROW_BYTES).tobytes()
     pair.consumer.pool.unpin(fetch.committed)
     await pair.until(lambda: not pair.consumer.neighbours.mapped_bytes)
 

@@ -181,10 +181,12 @@ class Pool:
         self._free_slot(row)
 
     def borrow(self, keys: Iterable[bytes]) -> list[Row]:
-        """Rows that a neighbour is to lend, for the keys that are not held. Whoever commits one
-        knows its slot by then."""
+        """Rows that a neighbour is to lend, for the keys that are not held. They have their slots
+        when they are committed. For the evicting thread, as `reserve`."""
         with self._lock:
-            wanted = [key for key in dict.fromkeys(keys) if key not in self._held]
+            wanted = [*dict.fromkeys(keys)]
+            self._free_flushed(wanted, 0)
+            wanted = [key for key in wanted if key not in self._held]
             rows = [Row(key, self.slots, is_lent=True) for key in wanted]
             self._held.update(zip(wanted, rows, strict=True))
         return rows
