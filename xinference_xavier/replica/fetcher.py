@@ -219,6 +219,7 @@ class Fetcher:
             if self.pool.commit(row, pins=1):
                 fetch.committed.append(row)
         self.pool.abort(*fetch.rows)
+        self._count_received(fetch, peer)
         spawn(self._until_returned(fetch, peer, neighbour, grant, number))
         return None if len(fetch.committed) == len(grant.slots) else "reset"
 
@@ -309,13 +310,16 @@ class Fetcher:
             row for row, checksum in verified if self.pool.commit(row, checksum, pins=1)
         ]
         if peer is not None:
-            self.counts.rows += len(fetch.committed)
-            peer.received += len(fetch.committed)
+            self._count_received(fetch, peer)
         self._publisher.withdraw_evicted()  # first: one of them may have come back
         self._publisher.enqueue([row.key for row in fetch.committed], held=True)
         if len(fetch.committed) < result.verified:
             return "reset"
         return result.reason
+
+    def _count_received(self, fetch: Fetch, peer: Peer) -> None:
+        self.counts.rows += len(fetch.committed)
+        peer.received += len(fetch.committed)
 
     def _finish(self, fetch: Fetch, reason: str | None) -> None:
         if fetch.state is not FetchState.PENDING:

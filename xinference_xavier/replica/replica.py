@@ -358,6 +358,7 @@ class Replica:
                 pool=schema.PoolStats(
                     *self.tier.pool.counts(), row_bytes, self._cache_rows, self.config.engines
                 ),
+                mapped_bytes=self.neighbours.mapped_bytes,
                 grants=len(self.donor.grants),
                 indexed=len(self.index),
                 comparison=self.canary.stats,

@@ -512,6 +512,11 @@ class ReplicaStats(Counters):
     prompts: PromptStats = described("Whether its prompts had anything in common.", PromptStats)
     waits: WaitCounts = described("Waits for a peer's prefill.", WaitCounts)
     pool: PoolStats = described("Its pool.", PoolStats)
+    mapped_bytes: int = metric(
+        "mapped_bytes",
+        "The pools of peers on its host that its workers load from in place.",
+        unit="bytes",
+    )
     grants: int = described("Grants to peers in force.", 0)
     indexed: int = described("Chunks that it knows peers to hold.", 0)
     comparison: ComparisonStats = described("Of its rows with those of peers.", ComparisonStats)

@@ -10,6 +10,7 @@ from tests.serving.ui.scripts import Scripts
 from xinference_xavier.errors import ROLLBACKS
 from xinference_xavier.events import Event
 from xinference_xavier.options import TRANSPORTS, Backend, Routing
+from xinference_xavier.peers import IN_PLACE
 from xinference_xavier.serving.ui import routes
 from xinference_xavier.stats.schema import CHOICES, HIT_SOURCES, PREFIX_STATES
 
@@ -55,7 +56,7 @@ def test_every_name_of_the_server_has_a_text() -> None:
     assert named("how_") == {*get_args(Routing), ""}
     assert named("choice_") == set(CHOICES)
     assert named("prefix_") == {*PREFIX_STATES, "cache"}
-    assert named("transport_") == set(TRANSPORTS) - {"auto"}
+    assert named("transport_") == {*TRANSPORTS, IN_PLACE} - {"auto"}
     assert ENGLISH["reasons"].keys() == set(ROLLBACKS)
     assert PAGE.keys() >= set(HIT_SOURCES)
     assert tuple(ENGLISH["dialog"]["backends"]) == get_args(Backend)
