@@ -17,6 +17,7 @@ PARTS = {
     "transport": "rows over Gloo and shared memory, compared with raw TCP and memcpy",
     "fetch": "a whole fetch without an engine, compared with moving its bytes",
     "hit": "time to first token: computed, held locally, held by a peer, asked for by all at once",
+    "capacity": "how many prefixes the replicas of one host hold together",
     "disk": "rows on a local disk, compared with vLLM's file tier and with computing",
     "no_hits": "what sharing costs an engine that has nothing to share",
     "served": "the same with `vllm bench serve`",

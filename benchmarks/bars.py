@@ -131,6 +131,22 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
         Bar("at once: tokens computed ÷ tokens of the prompt", 1.2, _at_once("computed")),
         Bar("at once: last answer ÷ alone", 1.2, _at_once("slowest/alone")),
     ),
+    "capacity": (
+        Bar(
+            "pools of distinct prefixes that a host holds ÷ its pools",
+            0.95,
+            lambda part: {
+                f"round {turn}": pools / part["engines"]
+                for turn, pools in enumerate(part["in place"]["reused"], 1)
+            },
+            at_least=True,
+        ),
+        Bar(
+            "bytes copied between pools ÷ bytes of the hits",
+            0.01,
+            lambda part: {"": part["in place"]["copied"]},
+        ),
+    ),
     "disk": (
         Bar("write ÷ vLLM's file tier", 1.0, _disk("write/files"), at_least=True),
         Bar("read ÷ vLLM's file tier", 0.9, _disk("read/files"), at_least=True),

@@ -282,6 +282,19 @@ class Fleet:
         )
         time.sleep(SETTLE)
 
+    def wait_mapped(self, names: Sequence[str]) -> None:
+        """Wait until each of these engines loads what the others hold in place."""
+
+        def are_mapped() -> bool:
+            stats = [self.stats(name) for name in names]
+            sizes = [each["pool"]["rows"] * each["pool"]["row_bytes"] for each in stats]
+            return all(
+                each["mapped_bytes"] == sum(sizes) - size
+                for each, size in zip(stats, sizes, strict=True)
+            )
+
+        self._wait(are_mapped, "the pools of neighbours are mapped")
+
     def flush(self, names: Sequence[str] = ()) -> None:
         """Empty these pools, or all. vLLM's own prefix caches keep what they have."""
         names = names or [name for name in self.engines if self._kinds[name].transport is not None]
