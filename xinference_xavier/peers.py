@@ -194,6 +194,11 @@ class Peers(Members[Peer]):
         return frozenset(peer.name for peer in [*self.values()] if self._trusts(peer))
 
     @property
+    def near(self) -> tuple[str, ...]:
+        """The neighbours that chunks can be loaded from."""
+        return tuple(self.names(self.neighbours))
+
+    @property
     def unlike(self) -> frozenset[str]:
         """The peers with which this replica will not share, as far as is known."""
         undecided = (Verdict.WAITING, Verdict.COMPARED)

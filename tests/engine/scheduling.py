@@ -134,9 +134,15 @@ class ScriptedTier(PeerTier):
         """Like `peers_hold`, but who was there before stays, and holds nothing."""
         self.peers_hold(**dict.fromkeys(self.peers.members, ()) | holdings)
 
-    def end(self, fetch: Fetch, arrived: int | None = None, seconds: float = 0.01) -> None:
+    def end(
+        self,
+        fetch: Fetch,
+        arrived: int | None = None,
+        seconds: float = 0.01,
+        transport: str = "gloo",
+    ) -> None:
         """The first `arrived` rows arrived (default: all), and the rest will not."""
-        fetch.seconds, fetch.transport = seconds, "gloo"
+        fetch.seconds, fetch.transport = seconds, transport
         rows = fetch.rows if arrived is None else fetch.rows[:arrived]
         fetch.committed = [row for row in rows if self.pool.commit(row, checksum=1, pins=1)]
         complete = len(fetch.committed) == len(fetch.rows)

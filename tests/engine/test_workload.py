@@ -34,6 +34,7 @@ from xinference_xavier.engine.workload import (
     Retention,
     Step,
 )
+from xinference_xavier.peers import IN_PLACE
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_REPORTS,
@@ -286,6 +287,23 @@ class TestRates:
                 engine.fetch_and_finish(request, scale * (0.1 + 0.01 * count))
         rates = engine.load().rates
         assert rates == pytest.approx((1 / SPEED, 0.0, 0.2, 0.02 / ROW_BYTES))
+
+    def test_do_not_count_what_is_loaded_in_place(self, engine: Counted) -> None:
+        """Routers know whose chunks a replica loads as its own."""
+        engine.measure()
+        engine.tier.only_hold(a=[])
+        for number in range(3):
+            engine.tier.peers.map("a", 1000)
+            keys = chunks(f"prompt {number}", 4)
+            engine.tier.only_hold(a=keys)
+            request = engine.arrive(str(number), keys)
+            assert engine.attempt(request) is None
+            engine.tier.end(engine.tier.fetches[-1], seconds=5.0, transport=IN_PLACE)
+            engine.attempt(request)
+            engine.finish(request)
+            engine.end_step()
+        assert engine.manager.cost_model.rates()
+        assert engine.load().rates == (1 / SPEED, 0.0, _OVERHEAD, 1 / _SPEED)
 
 
 class TestPromptsToKeep:

@@ -27,6 +27,7 @@ from xinference_xavier.engine import compat
 from xinference_xavier.engine.costs import CostModel, PrefillRate, StepCost
 from xinference_xavier.engine.facts import SchedulerFacts
 from xinference_xavier.engine.request import Request
+from xinference_xavier.peers import IN_PLACE
 from xinference_xavier.protocol.load import (
     MAX_KNOWN,
     MAX_PROMPT_KEYS,
@@ -363,7 +364,8 @@ class Workload:
         line = self._steps.prefill_rate.line()
         if line is None:
             return None
-        rates = [*self._cost_model.rates().values()]
+        found = self._cost_model.rates().values()
+        rates = [each for each in found if each["transport"] != IN_PLACE]  # costs what a hit costs
         overheads = [max(0.0, rate["overhead_s"]) for rate in rates]
         speeds = [1 / rate["bytes_per_s"] for rate in rates if rate["bytes_per_s"]]
         return *line, fmean(overheads or [_OVERHEAD]), fmean(speeds or [1 / _SPEED])

@@ -153,6 +153,7 @@ class ModelRouter:
             _or_endless(load.kv_tokens),
             load.serving.role,
             load.retention_s,
+            load.near,
         )
 
     def _learn(self, told: RequestReport, now: float) -> None:

@@ -18,6 +18,7 @@ from xinference_xavier.runtime.validate import MAX_IDENTIFIER, Count, Identifier
 
 MAX_KNOWN = 4096  # requests of one report
 MAX_REPORTS = 100  # of prompts in one report, and as many of answers
+MAX_NEAR = 64  # neighbours
 MAX_PROMPT_KEYS = 1 << 16
 """Most keys of one prompt. A tracker remembers thousands of prompts."""
 
@@ -74,6 +75,8 @@ class Load(NamedTuple):
     """Tokens for which there are KV blocks in all; None if unknown."""
     retention_s: Seconds = 0.0
     """How long the engine's own prefix cache keeps what it holds."""
+    near: Annotated[tuple[Identifier, ...], Field(max_length=MAX_NEAR)] = ()
+    """The incarnations whose chunks it loads in place: they cost it what its own do."""
 
 
 class Drain(NamedTuple):

@@ -20,7 +20,7 @@ from xinference_xavier.options import Routing
 from xinference_xavier.protocol.sketches import Difference, pack_canaries
 from xinference_xavier.runtime.validate import check_json_size, first_reason
 
-PROTOCOL_VERSION = 10  # raised with every change of the messages
+PROTOCOL_VERSION = 11  # raised with every change of the messages
 SPLIT = "~"
 """Stands between a namespace and the number of one that split from it."""
 MAX_WEIGHTS_VERSION = 64  # characters; it becomes part of a namespace

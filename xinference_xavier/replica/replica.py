@@ -248,7 +248,7 @@ class Replica:
             process=process,
             events=events,
             load_reporter=LoadReporter(
-                engine.load, engine.prompts, engine.answers, self.hot_chunks.joined
+                self._load, engine.prompts, engine.answers, self.hot_chunks.joined
             ),
         )
         self._background = Background(
@@ -341,6 +341,10 @@ class Replica:
         if not self.peers.trusted:
             return NotSharing.NOT_COMPARED
         return None
+
+    def _load(self) -> Load | None:
+        load = self.engine.load()
+        return load and load._replace(near=self.peers.near)
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""

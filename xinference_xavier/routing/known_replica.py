@@ -10,7 +10,7 @@ Pure: no I/O, no clock. Times are monotonic seconds of the router. Belongs to on
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,6 +76,8 @@ class Report(NamedTuple):
     """"any", "prefill" or "decode"."""
     retention_s: float = 0.0
     """How long the engine's own prefix cache keeps what it holds."""
+    near: Sequence[str] = ()
+    """The incarnations whose chunks it loads in place."""
 
 
 @dataclass(eq=False, slots=True)

@@ -13,8 +13,10 @@ A prompt of which no replica holds much may begin a session, whose next rounds f
 backlog of the moment is too short a view then: such prompts go where the least work went lately.
 
 The router expects the chunks of the prompts that it sent (`Expected`), because the index learns of
-a chunk only when it has been computed. And it knows for how long vLLM's own prefix cache keeps
-them: on many cards that is larger than the pool, of which alone the index knows.
+a chunk only when it has been computed. A replica that loads in place what a neighbour holds is as
+good as one that holds it itself: a common prefix draws nobody to one of a host's replicas. And the
+router knows for how long vLLM's own prefix cache keeps chunks: on many cards that is larger than
+the pool, of which alone the index knows.
 
 If a replica is lost before the first byte of an answer, the request goes to another one, but only
 once, as a request that brings its replica down must not bring down all.
@@ -26,7 +28,9 @@ one thread, which is also the one that writes the index.
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, reduce
+from operator import or_
 from statistics import fmean
 
 from xinference_xavier.index import Index
@@ -220,11 +224,28 @@ class Router:
         ]
         among = sum(each.bit for each in found)
         expected, cached = self._expected.sets, self._cached.sets
-        full_set = self._index.full_set
-        held = (full_set(key) | expected.get(key, 0) | cached.get(key, 0) for key in keys)
+        full_set, within_reach = self._index.full_set, self._within_reach()
+        held = (
+            within_reach(full_set(key) | expected.get(key, 0)) | cached.get(key, 0) for key in keys
+        )
         runs = leading(held, among)
         cached_runs = leading((cached.get(key, 0) for key in keys), among)
         return [forecaster.at(each, runs[each.bit], cached_runs[each.bit]) for each in found]
+
+    def _within_reach(self) -> Callable[[int], int]:
+        """Turns a set of replicas that hold a chunk into that of those that need not fetch it."""
+        bits = {each.name: each.bit for each in self.replicas.values()}
+        near = [
+            (each.bit, sum(bits.get(name, 0) for name in each.report.near))
+            for each in self.replicas.values()
+            if each.report.near
+        ]
+
+        @cache
+        def within_reach(holders: int) -> int:
+            return reduce(or_, (bit for bit, lenders in near if lenders & holders), holders)
+
+        return within_reach
 
     def _forecaster(self, prompt: Prompt, now: float) -> Forecaster:
         fetchable, _ = self._index.usable_run(prompt.keys, -1)
