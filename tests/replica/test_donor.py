@@ -85,6 +85,14 @@ def test_promises_are_bounded_over_all_consumers(pool: Pool, grants: Grants) -> 
     assert grants.grant(asked("three", [D]), 0).rows
 
 
+def test_a_row_that_many_ask_for_is_promised_to_all(pool: Pool, grants: Grants) -> None:
+    for number in range(5):
+        assert grants.grant(asked("near", [A, B], number, near=True), 0).rows
+    assert grants.granted_rows == 2
+    grants.borrower_ended("near")
+    assert grants.granted_rows == pinned(pool) == 0
+
+
 def test_an_expired_promise_makes_room(pool: Pool, grants: Grants) -> None:
     grants.grant(asked("gone", [A, B, C]), 0)
     with pytest.raises(GrantRefusedError):

@@ -10,7 +10,7 @@ pure bookkeeping over the pool's pins; time is passed in.
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -165,7 +165,12 @@ class Grants:
         self._borrowers = borrowers
         self._records: dict[_Name, GrantRecord] = {}
         self._given_up: dict[str, int] = {}  # by borrower: a request may arrive after its release
-        self.granted_rows = 0
+        self._granted = Counter[Row]()
+
+    @property
+    def granted_rows(self) -> int:
+        """A row counts once: many consumers load what is hot."""
+        return len(self._granted)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -186,14 +191,14 @@ class Grants:
         record = GrantRecord(rows, in_place, math.inf if in_place else now + self._lifetime)
         if rows:
             self._records[consumer, number] = record
-            self.granted_rows += len(rows)
+            self._granted.update(rows)
         return record
 
     def release(self, consumer: str, number: int) -> None:
         """Unpin the rows of a grant, which may have ended already, or not begun."""
         record = self._records.pop((consumer, number), None)
         if record is not None:
-            self.granted_rows -= len(record.rows)
+            self._granted -= Counter(record.rows)
             self._pool.unpin(record.rows)
         elif consumer in self._borrowers:
             self._given_up[consumer] = max(number, self._given_up.get(consumer, -1))
