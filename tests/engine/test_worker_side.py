@@ -293,6 +293,22 @@ def test_a_view_covers_every_row(region: Region, two_groups: CanonicalKVCaches) 
     assert int(region.array.sum()) == ROWS * 1280
 
 
+def test_a_neighbours_rows_are_behind_the_own_ones(
+    region: Region, two_groups: CanonicalKVCaches
+) -> None:
+    theirs = Region.create(ROWS, region.row_bytes)
+    theirs.array[1] = 5
+    window = Window(region)
+    window.map(ROWS, theirs)
+    view = DeviceRegion(window, 1, [2720, 1280]).create_next_worker_view(1280)
+    assert (view[ROWS + 1] == 5).all()
+    gpu = GPULoadStoreSpec([0], group_sizes=[1, 0], block_indices=[0, 0])
+    working = HostWorker(two_groups, window.array, BLOCKS_PER_CHUNK, 0)
+    run(working, 1, store=False, gpu=gpu, slots=[ROWS + 1])
+    working.shutdown()
+    assert {*b"".join(pages_of(two_groups, 0, 0))} == {5}
+
+
 def test_a_worker_gets_no_more_than_its_cell(region: Region) -> None:
     device = DeviceRegion(Window(region), 0, [1000])
     device.create_next_worker_view(1000)

@@ -18,7 +18,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from examples.processes import until
 from tests.engine.caches import cell_bytes, kv_caches, pages_of
 from tests.harness.remote import Remote, spawned, tell_ready
-from xinference_xavier.engine.worker_side import DeviceRegion, HostWorker, device_worker
+from xinference_xavier.engine.worker_side import (
+    DevicePinning,
+    DeviceRegion,
+    HostWorker,
+    device_worker,
+)
 from xinference_xavier.pool.region import (
     ROW_ALIGNMENT,
     Region,
@@ -159,6 +164,27 @@ def test_what_one_kind_of_worker_stores_the_other_loads(
     assert pages(target, TARGET[start:]) == pages(source, SOURCE[start:])
     assert pages(target, TARGET[:start]) == untouched
     other.close()
+
+
+@pytest.mark.parametrize("rank", range(WORKERS))
+def test_a_neighbours_rows_are_loaded_from_where_they_are(layout: Layout, rank: int) -> None:
+    """The driver pins the mapping of a region that another process has pinned, too."""
+    source, target = layout.caches(1, "cuda"), layout.caches(2, "cuda")
+    groups, rows = len(layout.groups), range(layout.rows)
+    theirs = region_for(source, layout.rows)
+    window = Window(region_for(target, layout.rows))
+    mapped = window.map(len(rows), theirs, writable=True)
+    pinning = DevicePinning()
+    pinning.pin(mapped)
+    view = DeviceRegion(window, rank, [cell_bytes(target, BLOCKS_PER_CHUNK)] * WORKERS)
+    worker = device_worker(target, BLOCKS_PER_CHUNK, view)
+    with of_the_card(source, theirs, rank) as card:
+        store(card, spec(SOURCE, groups), rows)
+        load(worker, [len(rows) + row for row in rows], spec(TARGET, groups))
+    assert pages(target, TARGET) == pages(source, SOURCE)
+    pinning.unpin(mapped)
+    window.unmap(len(rows), len(rows))
+    worker.shutdown()
 
 
 def test_the_region_is_pinned_until_it_is_given_back(layout: Layout) -> None:

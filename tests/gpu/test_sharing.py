@@ -7,6 +7,7 @@ import pytest
 
 from examples.make_model import make_model
 from tests.harness.engines import ALWAYS_FETCH, CHUNK, Completion, Fleet, Kind, Prompts
+from xinference_xavier.peers import IN_PLACE
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +17,8 @@ TAIL = 7
 TOKENS = 8
 AT_ONCE = 8
 PROMPTS = Prompts()
-CONSUMERS = ("shared_memory", "gloo")
+WAYS = {"shared_memory": IN_PLACE, "gloo": "gloo"}
+CONSUMERS = tuple(WAYS)
 SAME_SHAPE = 1e-3
 OTHER_SHAPE = 0.1
 """Tolerances of log-probabilities in bfloat16, computed in steps of the same shape and of other
@@ -56,6 +58,7 @@ def fleet(
     }
     model = make_model(tmp_path_factory.mktemp("model") / "small", tokenizer=False)
     with Fleet(kinds, model=model) as fleet:
+        fleet.wait_mapped(("donor", "shared_memory"))
         yield fleet
 
 
@@ -84,7 +87,7 @@ def test_hits_of_every_kind_give_one_answer(fleet: Fleet, consumer: str) -> None
         assert hit.chosen == pytest.approx(local.chosen, abs=SAME_SHAPE)
         assert hit.chosen[0] == pytest.approx(cold.chosen[0], abs=OTHER_SHAPE)
     fetches = fleet.stats(consumer)["fetches"]
-    assert set(fetches["by_transport"]) == {consumer}
+    assert set(fetches["by_transport"]) == {WAYS[consumer]}
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
