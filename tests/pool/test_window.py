@@ -58,6 +58,17 @@ def test_several_neighbours_lie_side_by_side_and_one_can_take_anothers_place(
 
 
 @pytest.mark.parametrize(
+    ("row", "rows", "first"),
+    [(5, 511, 5), (5, 512, 512), (512, 600, 512), (513, 512, 1024)],
+)
+def test_what_fills_a_huge_page_begins_with_one(
+    window: Window, row: int, rows: int, first: int
+) -> None:
+    """Rows have 4 KiB here, and huge pages 2 MiB."""
+    assert window.room_from(row, rows) == first
+
+
+@pytest.mark.parametrize(
     ("first", "region", "reason"),
     [
         (ROWS, (5, ROWS, 2 * ROW_BYTES), "its rows have 8192 bytes, the own ones 4096"),

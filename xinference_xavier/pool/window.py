@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import mmap
 import os
 import socket
@@ -31,10 +32,12 @@ SPAN = 32
 """A host has at most sixteen cards, and pools differ in size."""
 DONE = b"done"
 _PROT_NONE = 0
+_HUGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls release Python's lock, unlike those of `mmap`
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
     ctypes.c_void_p,
@@ -104,6 +107,12 @@ class Window:
         rows.flags.writeable = False
         return rows
 
+    def room_from(self, row: int, rows: int) -> int:
+        """The first row, from `row` on, where so many can be mapped in huge pages, if they fill
+        any: then others map them in no time, and page tables take next to nothing."""
+        size = _HUGE_PAGE // math.gcd(_HUGE_PAGE, self.row_bytes)
+        return -(-row // size) * size if rows >= size else row
+
     def unmap(self, first: int, rows: int) -> None:
         """Reserve the addresses again; the memory goes with its last user."""
         self._map(self._at(first), rows, _PROT_NONE, -1)
@@ -112,7 +121,8 @@ class Window:
         return self._address + row * self.row_bytes
 
     def _place(self, first: int, region: Region, access: int) -> None:
-        self._map(self._at(first), region.rows, access, region.fd)
+        address = self._map(self._at(first), region.rows, access, region.fd)
+        _libc.madvise(address, region.size, _MADV_HUGEPAGE)  # where the host has them
 
     def _map(self, address: int | None, rows: int, access: int, fd: int) -> int:
         """Map a file, or no memory at all, from `address`, or anywhere. Raises OSError."""

@@ -183,11 +183,11 @@ class Neighbours:
 
     def _room(self, rows: int) -> int:
         """The first row behind which there are so many that nothing is mapped to."""
-        first = self.window.own.rows
+        first = self.window.room_from(self.window.own.rows, rows)
         for each in sorted(self._mapped.values(), key=lambda each: each.first):
             if first + rows <= each.first:
                 break
-            first = each.first + each.rows
+            first = self.window.room_from(each.first + each.rows, rows)
         return first
 
     async def _unmap(self, neighbour: Neighbour) -> None:
