@@ -14,7 +14,7 @@ from types import ModuleType
 from benchmarks import bars, report
 
 PARTS = {
-    "transport": "rows over Gloo and shared memory, compared with raw TCP and memcpy",
+    "transport": "rows over Gloo and NIXL, compared with raw TCP",
     "fetch": "a whole fetch without an engine, compared with moving its bytes",
     "hit": "time to first token: computed, held locally, held by a peer, asked for by all at once",
     "capacity": "how many prefixes the replicas of one host hold together",

@@ -118,10 +118,7 @@ _BOTH = ("gloo", "shared_memory")
 _SHARED = ("shared_memory",)
 _SYNC, _ASYNC = "synchronous", "asynchronous"
 BARS: Mapping[str, tuple[Bar, ...]] = {
-    "transport": (
-        Bar("Gloo ÷ raw TCP from 4 MiB on", 0.8, _rows("gloo/tcp"), at_least=True),
-        Bar("shared memory ÷ memcpy from 4 MiB on", 0.8, _rows("shared_memory/memcpy"), True),
-    ),
+    "transport": (Bar("Gloo ÷ raw TCP from 4 MiB on", 0.8, _rows("gloo/tcp"), at_least=True),),
     "hit": (
         Bar("overhead ÷ (floor + 5 ms)", 2.0, _hits("ratio", _SYNC, _BOTH, 8000)),
         Bar("remote ÷ local", 1.25, _hits("remote/local", _SYNC, _SHARED, 8000)),

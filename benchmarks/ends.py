@@ -8,22 +8,23 @@ messages over a plain TCP connection, and copies the same rows with one thread's
 import ctypes
 import socket
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from tests.harness.remote import Remote, obey, spawned
-from xinference_xavier.pool.region import Region, populate
+from xinference_xavier.pool.region import Region, populate, receive_region, serve_region
 from xinference_xavier.transfer.transports.base import Acceptance, Link, Offer, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
-from xinference_xavier.transfer.transports.shared_memory import ConsumerLink, SharedMemoryTransport
 
 HOST = "127.0.0.1"
 TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (GlooTransport, NixlTransport, SharedMemoryTransport)
+    transport.name: transport for transport in (GlooTransport, NixlTransport)
 }
 TCP, MEMCPY = "tcp", "memcpy"
 _PATIENCE = 120.0
@@ -50,6 +51,8 @@ class _Inside:
         self._offers: dict[str, Offer] = {}
         self._completing: dict[str, Future[Any]] = {}
         self._socket: socket.socket
+        self._theirs: Region  # the consumer's view of the donor's
+        self._served = ExitStack()
 
     def make_region(self, rows: int, row_bytes: int, seed: int) -> None:
         """Make a new region and close the links of the previous one."""
@@ -59,6 +62,17 @@ class _Inside:
         self._region = Region.create(rows, row_bytes)
         populate(self._region.array)
         self._region.array[:] = np.random.default_rng(seed).integers(0, 256, row_bytes, np.uint8)
+
+    def serve(self) -> str:
+        """Let the other end map the region of that name."""
+        self._served.close()
+        name = uuid.uuid4().hex
+        self._served.callback(serve_region(self._region, name).close)
+        return name
+
+    def map(self, name: str) -> None:
+        self._theirs = receive_region(name, _PATIENCE)
+        populate(self._theirs.array)
 
     def offer(self, name: str) -> bytes:
         transport = TRANSPORTS[name](self._region, HOST, None)
@@ -114,11 +128,8 @@ class _Inside:
 
     def _copy(self, slots: Sequence[int]) -> None:
         """Copy the same rows out of the donor's memory."""
-        link = self._links[SharedMemoryTransport.name]
-        assert isinstance(link, ConsumerLink)
-        assert link._theirs is not None
         size = self._region.row_bytes
-        own, theirs = self._region.array.ctypes.data, link._theirs.array.ctypes.data
+        own, theirs = self._region.array.ctypes.data, self._theirs.array.ctypes.data
         for slot in slots:
             _memcpy(own + slot * size, theirs + slot * size, size)
 
@@ -162,6 +173,7 @@ class Pair:
             answer = self.donor.call("accept", name, self.consumer.call("offer", name))
             self.consumer.call("complete", name, answer)
             self.donor.call("completed", name)
+        self.consumer.call("map", self.donor.call("serve"))
         self.consumer.call("connect", self.donor.call("listen"))
         self.donor.call("connected")
 

@@ -2,24 +2,26 @@
 
 A fetch lasts from the moment the scheduler thread begins it until that thread sees the rows as
 hits: grant by the donor's engine, transfer, checksums, commit. The replicas are real except for
-vLLM. The floor is one thread's memcpy of the same rows, or the same messages over a plain TCP
-connection, measured in turns.
+vLLM, so no worker maps a neighbour's rows: they are copied. The floor is one thread's memcpy of the
+same rows, or the same messages over a plain TCP connection, measured in turns.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.ends import MEMCPY, TCP, Pair
 from benchmarks.figures import figure, ratio, shown, table
-from tests.harness.replicas import ReplicaProcess, TrackerProcess, replicas, stored
+from tests.harness.replicas import ReplicaProcess, TrackerProcess, replicas, stored, wait_until
+from xinference_xavier.peers import SHARED_MEMORY
 
 ROWS = {1: (8, 32, 117), 4: (8, 29)}
 """Rows per fetch, by MiB per row."""
 ROUNDS = 7
-REFERENCES = {"gloo": TCP, "shared_memory": MEMCPY}
+REFERENCES = {"gloo": TCP, SHARED_MEMORY: MEMCPY}
 ALLOWED_MS = 5.0
 """What a fetch may cost beyond moving its bytes."""
-_SHOWN = {"gloo": "Gloo", "shared_memory": "shared memory"}
+_SHOWN = {"gloo": "Gloo", SHARED_MEMORY: "shared memory"}
 _MIB = 1 << 20
 _TIMEOUT = 60.0
 
@@ -39,10 +41,16 @@ def _of_all_sizes(pair: Pair, tracker: str) -> Iterator[dict[str, Any]]:
             with replicas(
                 tracker, ends, rows=room, row_bytes=row_bytes, fetch_timeout=_TIMEOUT
             ) as (donor, consumer):
+                if name == SHARED_MEMORY:
+                    wait_until(partial(_has_mapped, consumer), "its memory is mapped")
                 for rows in counts:
                     pair.make(rows, row_bytes)
                     found = _of(pair, reference, donor, consumer, rows)
                     yield {"transport": name, "row_bytes": row_bytes, "rows": rows, **found}
+
+
+def _has_mapped(consumer: ReplicaProcess) -> bool:
+    return bool(consumer.linked_to())
 
 
 def _of(

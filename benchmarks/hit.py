@@ -1,9 +1,10 @@
 """Part `hit`: what a prefix costs if it is computed, held locally, or held by a peer.
 
-There are three vLLM engines: a donor, and a consumer for each transport. The donor computes a
-prompt. Then the consumers take turns, several times. Each fetches the prompt from the donor, finds
-it in vLLM's own prefix cache, finds it in its pool after that cache was reset, and forgets it. Each
-time as many rows are moved by memcpy or over raw TCP, which is the least that a fetch could take.
+There are three vLLM engines: a donor, and a consumer for each way. By shared memory, rows are
+loaded from where they are, so there a pool hit is a remote hit, too. The donor computes a prompt.
+Then the consumers take turns, several times. Each fetches the prompt from the donor, finds it in
+vLLM's own prefix cache, finds it in its pool after that cache was reset, and forgets it. Each time
+as many rows are moved by memcpy or over raw TCP, which is the least that a fetch could take.
 Consumers are configured to fetch in any case.
 
 The same is measured with engines that schedule asynchronously, as on GPUs: each schedules a step
@@ -22,6 +23,7 @@ from benchmarks import transport
 from benchmarks.ends import MEMCPY, TCP, Pair
 from benchmarks.figures import figure, ratio, shown, table
 from tests.harness.engines import ALWAYS_FETCH, CHUNK, Asked, Fleet, Kind, Prompts, whole_chunks
+from xinference_xavier.peers import IN_PLACE, SHARED_MEMORY
 
 MODES = {"synchronous": (1000, 8000), "asynchronous": (4000,)}
 """Tokens of the prompts, by how the engines schedule."""
@@ -37,10 +39,10 @@ QUICK = {
     "AT_ONCE": 2,
     "AT_ONCE_TOKENS": 2000,
 }
-REFERENCES = {"shared_memory": MEMCPY, "gloo": TCP}
+REFERENCES = {SHARED_MEMORY: MEMCPY, "gloo": TCP}
 ALLOWANCE = 0.005
 """Seconds that a fetch may take beyond moving its bytes."""
-_SHOWN = {"shared_memory": "shared memory", "gloo": "Gloo"}
+_SHOWN = {SHARED_MEMORY: "shared memory", "gloo": "Gloo"}
 _DONOR = "donor"
 
 
@@ -98,6 +100,7 @@ def _hits(lengths: Sequence[int], *, asynchronous: bool) -> dict[str, Any]:
         row_bytes = fleet.stats(_DONOR)["pool"]["row_bytes"]
         pair.make(whole_chunks(max(lengths)), row_bytes)
         cycle = Cycle(fleet, pair, row_bytes)
+        fleet.wait_mapped((_DONOR, SHARED_MEMORY))
         cycle.run(lengths[0])  # warm up, and make the links
         found: dict[int, list[Round]] = {tokens: [] for tokens in lengths}
         for _ in range(ROUNDS):
@@ -152,10 +155,11 @@ class Cycle:
         return remote, local, pool
 
     def check_transports(self) -> None:
-        """Raise RuntimeError if a consumer has fetched over another transport than its own."""
+        """Raise RuntimeError if a consumer has fetched in another way than its own."""
         for name in REFERENCES:
             fetches = self._fleet.stats(name)["fetches"]
-            if set(fetches["by_transport"]) & (set(REFERENCES) - {name}):
+            own = IN_PLACE if name == SHARED_MEMORY else name
+            if set(fetches["by_transport"]) & ({*REFERENCES, IN_PLACE} - {own}):
                 raise RuntimeError(f"{name} was to be measured, but this was used: {fetches}")
 
 

@@ -1,4 +1,4 @@
-"""Part `transport`: how fast rows move, compared with a plain TCP connection and with memcpy.
+"""Part `transport`: how fast rows move, compared with a plain TCP connection.
 
 GB/s are 10⁹ bytes of rows per second over all pairs, from the moment the first consumer begins
 until the last one has its rows. Links are made and regions are populated beforehand, and rows are
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.ends import MEMCPY, TCP, Pair
+from benchmarks.ends import TCP, Pair
 from benchmarks.figures import figure, ratio, shown, table
 
 ROW_MIB = (1, 4, 16)
@@ -18,7 +18,7 @@ PAIRS = (1, 2)
 ROUNDS = 5
 BATCH_BYTES = 256 << 20
 """Bytes per pair and round."""
-REFERENCES = {"gloo": TCP, "nixl": TCP, "shared_memory": MEMCPY}
+REFERENCES = {"gloo": TCP, "nixl": TCP}
 """NIXL goes by TCP where there is no RDMA port."""
 _MIB = 1 << 20
 
@@ -40,7 +40,7 @@ def _of_all_sizes(pairs: Sequence[Pair]) -> Iterator[dict[str, Any]]:
 
 def _of(pairs: Sequence[Pair], row_bytes: int) -> dict[str, Any]:
     slots = list(range(BATCH_BYTES // row_bytes))
-    names = [*REFERENCES, TCP, MEMCPY]
+    names = [*REFERENCES, TCP]
     rates: dict[str, list[float]] = {name: [] for name in names}
     for name in names:  # warm up, and show that the right rows arrive
         rate(pairs, name, slots, row_bytes)
@@ -67,12 +67,10 @@ def rate(pairs: Sequence[Pair], name: str, slots: Sequence[int], row_bytes: int)
 
 def markdown(part: dict[str, Any]) -> str:
     """GB/s over all pairs: medians, with least and most."""
-    columns = ["rows", "pairs", "raw TCP", "memcpy"]
-    columns += ["Gloo", "÷ TCP", "NIXL", "÷ TCP", "shared memory", "÷ memcpy"]
+    columns = ["rows", "pairs", "raw TCP", "Gloo", "÷ TCP", "NIXL", "÷ TCP"]
     rows = []
     for row in part["rows"]:
-        cells = [f"{row['row_bytes'] // _MIB} MiB", str(row["pairs"])]
-        cells += map(shown, (row[TCP], row[MEMCPY]))
+        cells = [f"{row['row_bytes'] // _MIB} MiB", str(row["pairs"]), shown(row[TCP])]
         for name, reference in REFERENCES.items():
             cells += map(shown, (row[name], row[f"{name}/{reference}"]))
         rows.append(cells)

@@ -24,7 +24,6 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.transfer.transports.base import Acceptance, Check, Link, Offer, Transport
 from xinference_xavier.transfer.transports.gloo import GlooLink, GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
-from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 CORRUPT_ROW = 2
 """The row of every batch that a corrupting link damages."""
@@ -84,7 +83,6 @@ class _Faulty(Transport):
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
         self.region = region
         self._inside = self.inner(region, host, port_range)
-        self.host = self._inside.host
 
     def offer(self, deadline: float) -> Offer:
         return _HalfLink(self._inside.offer(deadline), self._wrap)
@@ -99,11 +97,6 @@ class _Faulty(Transport):
 class _FaultyGloo(_Faulty):
     name = GlooTransport.name
     inner = GlooTransport
-
-
-class _FaultySharedMemory(_Faulty):
-    name = SharedMemoryTransport.name
-    inner = SharedMemoryTransport
 
 
 class _FaultyNixl(_Faulty):
@@ -152,21 +145,13 @@ class StallingGloo(_FaultyGloo):
     link = _StallingLink
 
 
-class _Stalling(_Faulty):
+class StallingNixl(_FaultyNixl):
     """A donor that asks its consumer to take a few rows and then none, as it cannot enforce it."""
 
     link = _StallingLink
 
     def accept(self, hello: bytes, deadline: float) -> Acceptance:
         return _StallingAcceptance(self._inside.accept(hello, deadline), self._wrap)
-
-
-class StallingSharedMemory(_Stalling, _FaultySharedMemory):
-    pass
-
-
-class StallingNixl(_Stalling, _FaultyNixl):
-    pass
 
 
 class _StallingAcceptance(_HalfLink):
@@ -186,21 +171,13 @@ class _StalledLink(_StallingLink):
             raise LinkError("closed") if closed else LinkTimeoutError("not all rows were sent")
 
 
-class _Stallable(_Faulty):
+class StallableNixl(_FaultyNixl):
     """A consumer that does what a stalling donor asks it to."""
 
     link = _StalledLink
 
     def offer(self, deadline: float) -> Offer:
         return _StallableOffer(self._inside.offer(deadline), self._wrap)
-
-
-class StallableSharedMemory(_Stallable, _FaultySharedMemory):
-    pass
-
-
-class StallableNixl(_Stallable, _FaultyNixl):
-    pass
 
 
 class _StallableOffer(_HalfLink):
@@ -236,7 +213,7 @@ class _ScriptedLink(_FaultyLink):
         self._stalled.close()
 
 
-class ScriptedSharedMemory(_FaultySharedMemory):
+class ScriptedGloo(_FaultyGloo):
     """A file names the consumer's fault, for replicas whose processes a test cannot reach."""
 
     link = _ScriptedLink

@@ -93,11 +93,6 @@ class LinkError(XavierError):
     """A link to a peer failed or was refused."""
 
 
-class OutOfReachError(ReasonError):
-    """Our transports stay within this host and cannot reach the donor, for one of
-    `OUT_OF_REACH`."""
-
-
 class LinkTimeoutError(LinkError, TimeoutError):
     """A link did not make progress before its deadline."""
 
@@ -141,16 +136,14 @@ REFUSALS = (
     "too many rows",
 )
 """Reasons why no rows are granted."""
-OUT_OF_REACH = ("memory not shared", "other machine", "other network namespace", "other user")
-"""Reasons why a replica that shares only within its host cannot fetch from a donor."""
 ROLLBACKS = (
     *REFUSALS,
-    *OUT_OF_REACH,
     "checksum",
     "disk",
     "donor unreachable",
     "internal error",
     "link",
+    "out of reach",
     "refused",
     "stopped",
     "timeout",

@@ -17,7 +17,6 @@ from xinference_xavier.runtime.validate import MAX_PORT
 
 _GLOO = "xinference_xavier.transfer.transports.gloo:GlooTransport"
 _NIXL = "xinference_xavier.transfer.transports.nixl:NixlTransport"
-_SHARED_MEMORY = "xinference_xavier.transfer.transports.shared_memory:SharedMemoryTransport"
 Routing = Literal["auto", "backlog", "off"]
 """Requests go to the replica that answers first, to the one with the smallest backlog, or
 round-robin."""
@@ -29,13 +28,13 @@ Role = Literal["any", "prefill", "decode"]
 """A replica that prefills for others, one that answers and leaves long prefills to those, or one
 that does both for itself."""
 TRANSPORTS = {
-    "auto": (_SHARED_MEMORY, _NIXL, _GLOO),
+    "auto": (_NIXL, _GLOO),
     "gloo": (_GLOO,),
     "nixl": (_NIXL,),
-    "shared_memory": (_SHARED_MEMORY,),
+    "shared_memory": (),
 }
 """The transport classes that each name stands for, best first. Only transfer processes import
-them."""
+them. What neighbours hold needs none."""
 LEAST_FETCH_TOKENS = 256  # the default: a fetch can delay its request by a whole step of the engine
 MAX_WARM_JOIN = 600.0  # seconds
 DEFAULT_DRAIN = 30.0

@@ -35,8 +35,8 @@ from xinference_xavier.runtime.linear_fit import LinearFit
 
 DISK = "disk"
 """The source that is no peer, and how it transports."""
-IN_PLACE = "in_place"
-"""How rows of a neighbour come: they do not move."""
+IN_PLACE, SHARED_MEMORY = "in_place", "shared_memory"
+"""How rows of a neighbour come: they do not move, or are copied."""
 DISK_BIT = 1
 RETRY_AFTER = 30.0
 """Seconds after the last fetch from a source for which its rate counts. They double whenever the

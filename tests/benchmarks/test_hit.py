@@ -57,6 +57,6 @@ def test_samples_of_another_transport_are_refused() -> None:
         no_pair: Any = None
         hit.Cycle(fleet, no_pair, 1 << 20).check_transports()
 
-    check(shared_memory=stats("shared_memory", "none"), gloo=stats("gloo"))
+    check(shared_memory=stats("in_place", "none"), gloo=stats("gloo"))
     with pytest.raises(RuntimeError, match="shared_memory was to be measured"):
-        check(shared_memory=stats("shared_memory", "gloo"), gloo=stats("gloo"))
+        check(shared_memory=stats("in_place", "shared_memory"), gloo=stats("gloo"))

@@ -202,7 +202,7 @@ def test_grave_findings_look_grave() -> None:
         "a": {
             "linked_to": {"b": "gloo", "gone": "shared_memory"},
             "obstacles": {
-                "b": {"shared_memory": "other machine", "nixl": "no active RDMA port"},
+                "b": {"shared_memory": "no room for it", "nixl": "no active RDMA port"},
                 "gone": {},
             },
         },
@@ -217,7 +217,7 @@ def test_grave_findings_look_grave() -> None:
         "m: m-0 runs vLLM 0.32.0, and its definition asks for ==0.21.0",
         "m: m-0 has xavier_pool_bytes, xavier_queue from the environment",
         "m: b runs vLLM unknown",
-        "m: m-0 from b by gloo, not shared_memory (other machine), not nixl (no active RDMA port)",
+        "m: m-0 from b by gloo, not shared_memory (no room for it), not nixl (no active RDMA port)",
         "m: m-0 from gone by shared_memory",
     ]
     healthy = [line.rstrip() for line in shown(findings_list([], facts)).splitlines()]

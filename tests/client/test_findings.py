@@ -266,7 +266,7 @@ def test_a_disk_that_fails_or_has_rows_of_others() -> None:
 
 def test_shared_memory_is_required_where_it_is_impossible() -> None:
     config = {"transport": "shared_memory"}
-    peers = {"b": "no link to host:1: other machine", "c": None}
+    peers = {"b": "not on this host", "c": None}
     (finding,) = found(check={"config": config, "peers": peers})
-    assert finding.problem == "cannot fetch from m-1: no link to host:1: other machine"
+    assert finding.problem == "cannot fetch from m-1: not on this host"
     assert finding.remedy == "launch with --xavier_transport auto"

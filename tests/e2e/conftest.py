@@ -32,7 +32,7 @@ def launched(
 
 @pytest.fixture(scope="session")
 def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that tells `ScriptedSharedMemory` which fault to inject."""
+    """The file that tells `ScriptedGloo` which fault to inject."""
     file = tmp_path_factory.mktemp("fault") / "mode"
     file.write_text(Fault.NONE)
     return file

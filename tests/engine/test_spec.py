@@ -151,8 +151,8 @@ def gib(
     [
         pytest.param(56, 1900, 8, 1, 7 * MiB, 56, id="8 H100, one each for a 7B model"),
         pytest.param(140, 1900, 2, 4, 40 * MiB, 140, id="8 H100, four each for a 72B model"),
-        pytest.param(56, 800, 8, 1, 7 * MiB, 25 * 512 / 529, id="8 H100, little memory"),
-        pytest.param(4, 16, 2, 1, MiB, 2 * 512 / 517, id="processors, whose memory has the cache"),
+        pytest.param(56, 800, 8, 1, 7 * MiB, 25 * 512 / 522, id="8 H100, little memory"),
+        pytest.param(4, 16, 2, 1, MiB, 2 * 512 / 516, id="processors, whose memory has the cache"),
         pytest.param(1, 16, 2, 1, MiB, 1, id="processors, a small cache"),
         pytest.param(4, 2, 1, 1, MiB, 0.5 * 512 / 515, id="a small container"),
     ],
@@ -160,8 +160,8 @@ def gib(
 def test_the_cache_or_a_share_of_a_quarter_of_the_free_memory(
     cache: float, free: float, replicas: int, workers: int, row: int, size: float
 ) -> None:
-    """Page tables take 1/512 for each process: the engine, and the workers and transfer processes
-    of all replicas."""
+    """Page tables take 1/512 for each process: the engine, its transfer process, and the workers of
+    all replicas."""
     found = gib(cache=cache, free=free, replicas=replicas, workers=workers, row=row)
     assert 0 <= size - found < row / GiB * 1.01
 
@@ -198,7 +198,7 @@ def test_all_pools_of_a_host_share_its_free_memory(free: float, promised: float 
         gib(cache=4, free=free - 20, replicas=2, given=40, promised=promised)
     message = str(refused.value)
     assert message.startswith(f"xavier_pool_bytes={40 * GiB} takes ")
-    needed = 40 * GiB * (512 + 5) // 512  # with page tables in five processes
+    needed = 40 * GiB * (512 + 4) // 512  # with page tables in four processes
     others = needed if promised is None else round(promised * GiB)
     assert (f", {needed + others} with what other pools on this host" in message) == (others > 0)
 

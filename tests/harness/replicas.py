@@ -30,12 +30,14 @@ from tests.harness.remote import PATIENCE, Remote, obey, serve_actors
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.index import Index
 from xinference_xavier.peers import Peers
+from xinference_xavier.pool import region as region_module
 from xinference_xavier.pool.pool import Pool, PoolCounts, Row, shared_keys
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import Region, serve_region
 from xinference_xavier.pool.window import Window
 from xinference_xavier.protocol.load import Load
 from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.tracker import tracker_uid
+from xinference_xavier.replica import neighbours as neighbours_module
 from xinference_xavier.replica.canary import Audited, Computed, ProbeResult
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.fetcher import Fetch, FetchState
@@ -142,7 +144,11 @@ class _Inside:
         self.lines = _Lines()
         logging.getLogger("xinference_xavier").addHandler(self.lines)
         logging.getLogger("xinference_xavier").setLevel(logging.INFO)
+        # Names of sockets are the host's, and other tests have replicas of the same name.
+        for module in (region_module, neighbours_module):
+            module.socket_name = lambda own: f"\0{options['tracker_address']}-{own}"  # type: ignore[attr-defined]
         self.region = Region.create(rows, row_bytes)
+        serve_region(self.region, name)
         self.pool = Pool(rows)
         self.replica = Replica(
             XavierConfig(**options),
@@ -272,6 +278,14 @@ class _Inside:
             self.replica.process.stats(), self.replica._thread.loop
         )
         return asking.result(DEADLINE)
+
+    def linked_to(self) -> dict[str, str]:
+        """How the rows of each neighbour come."""
+        return self.replica.neighbours.linked_to
+
+    def obstacles(self) -> dict[str, str]:
+        """Why nothing is loaded in place from a peer."""
+        return self.replica.neighbours.obstacles
 
     def address(self, peer: str) -> str | None:
         return self.replica.peers.address(peer)

@@ -39,9 +39,8 @@ def test_the_startup_message_of_another_version_is_refused_with_the_remedy() -> 
 
 
 def test_a_transfer_process_reports_where_it_is_or_why_it_failed() -> None:
-    for host in ("boot", None):
-        endpoint = Endpoint("host:1", host)
-        assert Endpoint.from_json(endpoint.to_json()) == endpoint
+    endpoint = Endpoint("host:1")
+    assert Endpoint.from_json(endpoint.to_json()) == endpoint
     for line, error in [
         (b'{"error": "no such host"}\n', "no such host"),
         (b"", "ended without an answer"),
@@ -51,7 +50,7 @@ def test_a_transfer_process_reports_where_it_is_or_why_it_failed() -> None:
 
 
 REQUEST = GrantRequest(PROTOCOL_VERSION, "namespace", "consumer", 1, (b"key1", b"key2"), False)
-GRANT = Grant((4, 2), (7, 8), 100.25, Endpoint("host:1", "boot 1 0"), False, 3)
+GRANT = Grant((4, 2), (7, 8), 100.25, Endpoint("host:1"), False, 3)
 
 
 @pytest.mark.parametrize(

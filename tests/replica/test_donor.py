@@ -162,7 +162,7 @@ class Scene:
     """A donor that has joined a namespace with one consumer."""
 
     def __init__(self, pool: Pool, disk: Disk) -> None:
-        self.process: Any = SimpleNamespace(endpoint=Endpoint("host:1", None), ready=True)
+        self.process: Any = SimpleNamespace(endpoint=Endpoint("host:1"), ready=True)
         self.index = compared_index("own")
         self.namespace = SharedNamespace("namespace", self.index, disk)
         publisher = Publisher("own", pool)

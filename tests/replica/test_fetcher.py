@@ -44,7 +44,7 @@ class Fetching(Consumer):
 
     async def _grant(self, request: GrantRequest) -> Grant:
         slots = tuple(range(len(request.keys)))
-        endpoint = Endpoint("127.0.0.1:1", None)
+        endpoint = Endpoint("127.0.0.1:1")
         return Grant(slots, (0,) * len(slots), 1.0, endpoint, False, 1)
 
     async def _release(self, consumer: str, number: int) -> None:

@@ -274,7 +274,7 @@ async def test_a_new_replica_asks_its_like_where_the_tracker_sends_it(
         key_bytes=len(key),
         index=index,
         fetcher=Mock(),
-        neighbours=Mock(is_settled=lambda _: True, get=lambda _: None),
+        neighbours=Mock(is_settled=lambda _: True, lends=lambda _: False),
         process=Mock(ready=True),
         recent=Mock(),
     )

@@ -2,8 +2,9 @@
 ports. `test_doctor.py` covers healthy replicas and links that do not open."""
 
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import xoscar as xo
@@ -14,6 +15,7 @@ from xinference_xavier.index import Index
 from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import Pool
 from xinference_xavier.protocol.tracker import Member
+from xinference_xavier.protocol.transfer import Endpoint
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.inspect import MAX_PEERS, Chunked, Explainer, self_check
 from xinference_xavier.replica.peer_tier import PeerTier
@@ -96,11 +98,23 @@ async def address() -> AsyncIterator[str]:
         yield pool.external_address
 
 
-async def check(*peers: Member, **config: Any) -> dict[str, Any]:
+class Mapped(NamedTuple):
+    """Neighbours, each with its transport, and why not a better one."""
+
+    linked_to: Mapping[str, str] = MappingProxyType({})
+    obstacles: Mapping[str, str] = MappingProxyType({})
+
+    def get(self, name: str) -> str | None:
+        return self.linked_to.get(name)
+
+
+async def check(*peers: Member, neighbours: Mapped | None = None, **config: Any) -> dict[str, Any]:
     index = Index(Peers("own"))
     index.apply(snapshot(*peers))
     process: Any = Process()
-    return await self_check(_config(**config), index.members, process, {"dtype": "float32"})
+    mapped: Any = neighbours or Mapped()
+    fields = {"dtype": "float32"}
+    return await self_check(_config(**config), index.members, process, mapped, fields)
 
 
 def _config(**options: Any) -> XavierConfig:
@@ -122,6 +136,24 @@ async def test_each_peer_has_its_own_reason(address: str) -> None:
     assert checked["peers"]["starting"] == "it has no transfer process"
     assert checked["peers"]["gone"].startswith(f"its engine at {HOST}:1 does not answer: ")
     assert "own" not in checked["peers"]
+
+
+async def test_a_neighbour_needs_no_link_and_has_the_reason_for_its_copies(address: str) -> None:
+    names, endpoint = ("lends", "copied", "elsewhere"), Endpoint("host:1")
+    for name in names:
+        await xo.create_actor(Peer, endpoint, address=address, uid=replica_uid(name))
+    mapped = Mapped(
+        {"lends": "in_place", "copied": "shared_memory"},
+        {"copied": "the driver refuses", "elsewhere": "not on this host"},
+    )
+    members = [Member(name, address) for name in names]
+    checked = await check(*members, neighbours=mapped, transport="shared_memory")
+    assert checked["peers"] == {"lends": None, "copied": None, "elsewhere": "not on this host"}
+    assert checked["linked_to"] == mapped.linked_to
+    assert checked["obstacles"] == {
+        "copied": {"in_place": "the driver refuses"},
+        "elsewhere": {"shared_memory": "not on this host"},
+    }
 
 
 async def test_the_number_of_peers_that_are_tried_is_bounded(address: str) -> None:

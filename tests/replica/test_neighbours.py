@@ -2,6 +2,9 @@
 them: the kernel says when a process has ended. Here, a process is what a replica has open."""
 
 import asyncio
+import os
+import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -9,6 +12,7 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.harness.comparisons import compared, compared_index, snapshot
@@ -17,13 +21,14 @@ from tests.replica.consumers import NEVER, Consumer, fill
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region, serve_region
 from xinference_xavier.pool.window import WindowServer
-from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullResult
 from xinference_xavier.replica import fetcher as fetcher_module
 from xinference_xavier.replica import neighbours as module
 from xinference_xavier.replica.canary import Audited
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import Fetch, FetchState
+from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.runtime.aio import UNREACHABLE
 
@@ -44,7 +49,7 @@ class Replica(Consumer):
         self.fetcher._neighbours = self.neighbours
         self.fetcher._canary = SimpleNamespace(take=self._take)  # type: ignore[assignment]
         self.failed: list[Audited] = []
-        self._process: Any = SimpleNamespace(endpoint=Endpoint("host:1", None), ready=True)
+        self._process: Any = SimpleNamespace(endpoint=Endpoint("host:1"), ready=True)
         self.donor = Donor(
             pool,
             self.peers,
@@ -58,10 +63,14 @@ class Replica(Consumer):
         self.releases_arrive = asyncio.Event()
         self.releases_arrive.set()
         self._open = host
-        self.worker = WindowServer(window, self.name, 0, slice(0, row_bytes), None)
-        host.callback(self.worker.close)
+        self.start_worker()
+        host.callback(lambda: self.stop_worker())
         served = serve_region(region, self.name)
         host.callback(served.close)
+
+    def start_worker(self) -> None:
+        size = slice(0, self.region.row_bytes)
+        self.stop_worker = WindowServer(self.neighbours.window, self.name, 0, size, None).close
 
     async def open(self) -> None:
         self._lending = await self.donor.lending.open(self.donor.grants.borrower_ended)
@@ -74,7 +83,7 @@ class Replica(Consumer):
             connection.close()
 
     async def _pull(self, _: object) -> Any:
-        raise AssertionError("nothing is copied")
+        raise AssertionError("a neighbour needs no link")
 
     def _take(self, result: Audited) -> None:
         self.failed.append(result)
@@ -151,13 +160,16 @@ async def test_a_peer_of_this_host_becomes_a_neighbour(pair: Pair) -> None:
 async def test_a_peer_elsewhere_is_tried_once_and_then_known_to_be_none(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair.consumer.index.apply(snapshot(compared("far")))
-    assert not pair.consumer.neighbours.is_settled("far")
+    far = uuid.uuid4().hex
+    pair.consumer.index.apply(snapshot(compared(far)))
+    assert not pair.consumer.neighbours.is_settled(far)
     await pair.consumer.neighbours._look()
-    assert pair.consumer.neighbours.is_settled("far")
+    assert pair.consumer.neighbours.is_settled(far)
     monkeypatch.setattr(module, "_connect", None)
     await pair.consumer.neighbours._look()
-    assert not pair.consumer.peers["far"].is_neighbour
+    assert not pair.consumer.peers[far].is_neighbour
+    reason = "not on this host, or in another network namespace"
+    assert pair.consumer.neighbours.obstacles == {far: reason}
 
 
 async def test_rows_are_lent_where_they_are(pair: Pair) -> None:
@@ -290,3 +302,107 @@ async def test_a_row_that_is_not_what_was_granted_is_like_a_failed_audit(pair: P
     (failed,) = pair.consumer.failed
     assert failed.donor == pair.donor.name
     assert str(failed.difference).startswith("a checksum")
+
+
+# -- what is copied ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def copying(pair: Pair) -> Pair:
+    """The consumer's worker takes no orders."""
+    pair.consumer.stop_worker()
+    pair.consumer.stop_worker = lambda: None
+    await pair.consumer.neighbours._look()
+    return pair
+
+
+async def test_rows_that_only_the_engine_has_mapped_are_copied(copying: Pair) -> None:
+    consumer, donor = copying.consumer, copying.donor.name
+    assert not consumer.neighbour
+    assert consumer.neighbours.linked_to == {donor: "shared_memory"}
+    assert consumer.neighbours.mapped_bytes == 0
+    assert consumer.neighbours.obstacles == {donor: "a worker takes no orders"}
+    fetch = await consumer.fetch(copying.keys)
+    assert (fetch.state, fetch.transport) == (FetchState.COMMITTED, "shared_memory")
+    assert consumer.holds(copying.keys)
+    assert consumer.arrived == copying.keys
+    await copying.until(lambda: copying.pinned == 0)
+
+
+async def test_workers_are_asked_again_after_a_while(
+    copying: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = copying.consumer
+    consumer.start_worker()
+    await consumer.neighbours._look()
+    assert not consumer.neighbour
+    monkeypatch.setattr(module.time, "monotonic", lambda: 1e9)
+    await consumer.neighbours._look()
+    assert consumer.neighbour
+    assert consumer.neighbours.obstacles == {}
+    assert consumer.neighbours.linked_to == {copying.donor.name: "in_place"}
+
+
+async def test_a_hand_over_is_copied_though_the_donor_lends(pair: Pair) -> None:
+    """Its rows will be gone."""
+    await pair.until(lambda: pair.consumer.neighbour)
+    deadline = time.monotonic() + NEVER
+    assert await copy_rows(pair.consumer.fetcher, pair.donor.name, pair.keys, deadline) == 4
+    assert pair.consumer.holds(pair.keys)
+
+
+async def test_no_slot_outside_of_the_donors_pool_is_read(
+    copying: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = copying.donor.donor.grant
+    monkeypatch.setattr(
+        copying.donor.donor, "grant", lambda request: grant(request)._replace(slots=(0, 1, 2, ROWS))
+    )
+    fetch = await copying.consumer.fetch(copying.keys)
+    assert (fetch.reason, fetch.committed) == ("donor unreachable", [])
+
+
+async def test_a_copy_ends_by_its_deadline(copying: Pair) -> None:
+    consumer = copying.consumer
+    neighbour = consumer.neighbours.get(copying.donor.name)
+    assert neighbour is not None
+    rows = consumer.pool.reserve(copying.keys).rows
+    late = consumer.neighbours.copy(neighbour, rows, range(4), range(4), time.monotonic() - 1)
+    assert await late == PullResult(0, "timeout", "shared_memory")
+    assert not consumer.region.array.any()
+
+
+async def test_a_donor_that_has_ended_stays_mapped_while_its_rows_are_copied(
+    copying: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, copyto = threading.Event(), threading.Event(), np.copyto
+
+    def copy(*rows: Any) -> None:
+        begun.set()
+        go_on.wait(NEVER)
+        copyto(*rows)
+
+    monkeypatch.setattr(np, "copyto", copy)
+    consumer = copying.consumer
+    _, ended = consumer.begin(copying.keys)
+    await copying.until(begun.is_set)
+    copying.donor.end()
+    neighbour = consumer.neighbours.get(copying.donor.name)
+    assert neighbour is not None
+    await copying.until(lambda: neighbour.is_gone)
+    await consumer.neighbours._look()
+    assert consumer.neighbours.get(copying.donor.name) is neighbour
+    go_on.set()
+    await ended
+    assert consumer.holds(copying.keys)
+    await copying.until(lambda: consumer.neighbours.get(copying.donor.name) is None)
+
+
+async def test_a_peer_that_runs_as_another_user_is_told_apart(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    await pair.consumer.neighbours._look()
+    (reason,) = pair.consumer.neighbours.obstacles.values()
+    assert "not as 4242; run all replicas of a host as one user" in reason
+    assert pair.consumer.neighbours.linked_to == {}

@@ -28,14 +28,7 @@ from xinference_xavier.runtime.addresses import replica_uid
 
 pytestmark = pytest.mark.process
 
-STALLING = {
-    "gloo": "tests.faults:StallingGloo",
-    "shared_memory": "tests.faults:StallingSharedMemory",
-}
-STALLABLE = {
-    "gloo": "gloo",
-    "shared_memory": "tests.faults:StallableSharedMemory",
-}
+STALLING = "tests.faults:StallingGloo"
 ROWS = 8  # per fetch, as many as `stored` makes
 NEVER = 30.0  # deadline of a fetch that should end earlier
 SHORT = 1.0  # deadline of a fetch that should end by it
@@ -48,20 +41,9 @@ class Scene(NamedTuple):
     consumer: ReplicaProcess
 
 
-@pytest.fixture(scope="module", params=STALLING)
-def transport(request: pytest.FixtureRequest) -> str:
-    """Every test holds for each transport."""
-    name: str = request.param
-    return name
-
-
 @pytest.fixture(scope="module")
-def scene(tracker_process: TrackerProcess, transport: str) -> Iterator[Scene]:
-    transports = {
-        "stalling": STALLING[transport],
-        "plain": transport,
-        "consumer": STALLABLE[transport],
-    }
+def scene(tracker_process: TrackerProcess) -> Iterator[Scene]:
+    transports = {"stalling": STALLING, "plain": "gloo", "consumer": "gloo"}
     with replicas(tracker_process.address, transports, fetch_timeout=SHORT) as started:
         yield Scene(*started)
 
@@ -180,16 +162,9 @@ def assert_no_files_in_shared_memory(processes: list[psutil.Process]) -> None:
         assert "/dev/shm" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def holds_memory_of_its_donors_only(replica: ReplicaProcess) -> bool:
-    """Its transfer process maps its own region and those of its links."""
-    maps = Path(f"/proc/{replica.stats()['transfer_pid']}/maps").read_text()
-    links = list(replica.transfer_stats()["linked_to"].values())
-    return maps.count("memfd:xavier-region") == 1 + links.count("shared_memory")
-
-
-def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess, transport: str) -> None:
-    """The consumer recovers, and no process or memory of the donor is left."""
-    with extra_replica(tracker_process, "victim", STALLING[transport]) as victim:
+def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess) -> None:
+    """The consumer recovers, and no process of the donor is left."""
+    with extra_replica(tracker_process, "victim", STALLING) as victim:
         keys = stored(scene.consumer, victim, scene.plain)
         processes = family(victim)
         assert len(processes) >= 2
@@ -201,18 +176,12 @@ def test_a_donor_is_killed(scene: Scene, tracker_process: TrackerProcess, transp
         assert outcome.committed == ROWS_BEFORE_STALL
         assert_recovers(scene, outcome, keys)
         wait_gone(processes)
-    wait_until(lambda: holds_memory_of_its_donors_only(scene.consumer), "its memory is unmapped")
     assert "victim" not in scene.consumer.transfer_stats()["linked_to"]
 
 
-def test_a_killed_consumers_grants_end_with_its_lease(
-    tracker_process: TrackerProcess, transport: str
-) -> None:
+def test_a_killed_consumers_grants_end_with_its_lease(tracker_process: TrackerProcess) -> None:
     """Long before the grants expire."""
-    transports = {
-        "patient donor": STALLING[transport],
-        "victim consumer": STALLABLE[transport],
-    }
+    transports = {"patient donor": STALLING, "victim consumer": "gloo"}
     with replicas(tracker_process.address, transports, fetch_timeout=10 * DEADLINE) as started:
         donor, victim = started
         keys = stored(victim, donor)
@@ -238,10 +207,29 @@ async def test_a_grant_that_nobody_releases_ends_by_its_expiry(scene: Scene) -> 
     assert is_free(scene.plain)
 
 
-def test_an_orderly_stop_leaves_nothing(
-    scene: Scene, tracker_process: TrackerProcess, transport: str
-) -> None:
-    with extra_replica(tracker_process, "leaving", transport) as leaving:
+def regions(replica: ReplicaProcess) -> int:
+    """How many regions its engine has mapped."""
+    maps = Path(f"/proc/{replica.pid}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in maps if "memfd:xavier-region" in line})
+
+
+def test_a_neighbours_rows_are_copied_if_workers_do_not_map_them() -> None:
+    """Neither a link nor the donor's transfer process has a part in it. Its memory goes with it."""
+    transports = {"near": "shared_memory", "own": "shared_memory"}
+    with TrackerProcess() as tracker, replicas(tracker.address, transports) as (near, own):
+        wait_until(lambda: own.linked_to() == {"near": "shared_memory"}, "its memory is mapped")
+        keys = stored(own, near)
+        assert own.fetch("near", keys, NEVER)[:3] == ("COMMITTED", None, len(keys))
+        assert own.wrong_rows() == []
+        assert [*own.stats()["fetches"]["by_transport"]] == ["shared_memory"]
+        assert own.obstacles() == {"near": "a worker takes no orders"}
+        assert regions(own) == 2
+        near.kill()
+        wait_until(lambda: regions(own) == 1, "its memory is unmapped")
+
+
+def test_an_orderly_stop_leaves_nothing(scene: Scene, tracker_process: TrackerProcess) -> None:
+    with extra_replica(tracker_process, "leaving", "gloo") as leaving:
         keys = stored(scene.consumer, leaving)
         processes = family(leaving)
     wait_until(lambda: all(scene.consumer.holders(key) == () for key in keys), "it has left")

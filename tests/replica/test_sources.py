@@ -1,7 +1,9 @@
 """A fetch brings whole rows or leaves no trace, whatever they come from: a peer over any transport,
-or the disk. What only the disk does is in `test_disk.py`, what only links do in `transfer/`."""
+a neighbour's memory, or the disk. What only the disk does is in `test_disk.py`, what only links do
+in `transfer/`."""
 
 import asyncio
+import socket
 import threading
 import time
 from abc import abstractmethod
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import faults
@@ -20,14 +23,16 @@ from tests.replica.consumers import NEVER, Consumer, Life, file_of, fill, life
 from tests.transfer import sides as actors
 from tests.transfer.sides import KINDS, Kind, Sides
 from xinference_xavier.disk_store import Store
-from xinference_xavier.peers import DISK
+from xinference_xavier.peers import DISK, SHARED_MEMORY
 from xinference_xavier.pool.pool import Pool, flush
-from xinference_xavier.protocol.transfer import Grant, GrantRequest
+from xinference_xavier.pool.region import Region
+from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
 from xinference_xavier.replica.disk import NoDisk
 from xinference_xavier.replica.donor import Donor
 from xinference_xavier.replica.fetcher import Fetch, FetchState
 from xinference_xavier.replica.hot_chunks import copy_rows
 from xinference_xavier.replica.namespace import SharedNamespace
+from xinference_xavier.replica.neighbours import Neighbour
 from xinference_xavier.replica.reports import Publisher
 
 SOON = 0.2
@@ -98,16 +103,18 @@ class FromPeer(Consumer):
 
 
 class PeersRows(Source):
-    """A donor and its consumer, each with its transfer actor."""
+    """A donor and its consumer, whose pools are in these regions."""
 
-    def __init__(self, donor: actors.Side, consumer: actors.Side, gate: Gate) -> None:
+    def __init__(
+        self, donor: Region, consumer: Region, gate: Gate, endpoint: Endpoint, pull: Any = None
+    ) -> None:
         index = compared_index("consumer")
         pool = Pool(actors.ROWS)
-        super().__init__(FromPeer(consumer.region, pool, index, consumer.actor.pull), gate)
-        self._region, self._pool = donor.region, Pool(actors.ROWS)
+        super().__init__(FromPeer(consumer, pool, index, pull), gate)
+        self._region, self._pool = donor, Pool(actors.ROWS)
         peers = compared_index("donor")
         peers.apply(snapshot(compared("consumer")))
-        process: Any = SimpleNamespace(endpoint=donor.endpoint, ready=True)
+        process: Any = SimpleNamespace(endpoint=endpoint, ready=True)
         publisher = Publisher("donor", self._pool)
         publisher.last_sequence = 1  # as in its snapshot
         self._donor = Donor(
@@ -147,7 +154,17 @@ class PeersRows(Source):
         return row.slot
 
 
-@pytest.fixture(params=[DISK, *KINDS])
+def neighbours_rows(gate: Gate) -> PeersRows:
+    """The consumer's engine has mapped the donor's pool, and no worker has."""
+    donor, own = (Region.create(actors.ROWS, actors.ROW_BYTES) for _ in range(2))
+    source = PeersRows(donor, own, gate, Endpoint("host:1"))
+    neighbours, (connection, _) = source.consumer.neighbours, socket.socketpair()
+    neighbours.window.map(own.rows, donor)
+    neighbours._mapped["donor"] = Neighbour("donor", own.rows, donor.rows, connection)
+    return source
+
+
+@pytest.fixture(params=[DISK, SHARED_MEMORY, *KINDS])
 async def source(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Source]:
@@ -165,6 +182,18 @@ async def source(
             gate.open()
         return
 
+    if request.param == SHARED_MEMORY:
+        copyto = np.copyto
+
+        def copy(*rows: Any) -> None:
+            gate.wait()
+            copyto(*rows)
+
+        monkeypatch.setattr(np, "copyto", copy)
+        yield neighbours_rows(gate)
+        gate.open()
+        return
+
     class Waiting(faults._FaultyLink):
         def receive(self, *batch: Any) -> Iterator[int]:
             gate.wait()
@@ -178,7 +207,7 @@ async def source(
     async with Sides(kind) as sides:
         donor = await sides.start("donor")
         consumer = await sides.start("consumer", kind.with_link(Waiting))
-        yield PeersRows(donor, consumer, gate)
+        yield PeersRows(donor.region, consumer.region, gate, donor.endpoint, consumer.actor.pull)
         gate.open()
 
 

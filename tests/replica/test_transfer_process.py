@@ -63,7 +63,7 @@ async def next_change(process: TransferProcess) -> bool:
 def order(timeout: float = 1.0) -> PullOrder:
     """A fetch from an address at which nothing listens."""
     expires = time.monotonic() + PATIENCE
-    nowhere = Endpoint("127.0.0.1:1", None)
+    nowhere = Endpoint("127.0.0.1:1")
     return PullOrder("nobody", nowhere, (0,), expires, (b"key",), (0,), (0,), timeout)
 
 
@@ -82,6 +82,16 @@ async def test_it_is_ready_once_it_knows_the_secret_and_gone_at_the_end(region: 
     assert not child.is_running()
     assert (process.pid, process.endpoint, process.ready) == (None, None, False)
     assert await process.stats() == {}
+
+
+@pytest.mark.process
+async def test_without_transports_it_runs_and_no_donor_is_in_reach(region: Region) -> None:
+    """What neighbours hold is not fetched through it."""
+    async with running(region, transports=()) as process:
+        await process.configure(b"secret")
+        await until(lambda: process.ready)
+        assert await process.pull(order()) == PullResult(0, "out of reach")
+        assert (await process.stats())["transport"] == ""
 
 
 @pytest.mark.process

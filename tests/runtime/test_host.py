@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +14,6 @@ import psutil
 import pytest
 
 from xinference_xavier import __version__
-from xinference_xavier.errors import TransportError
 from xinference_xavier.runtime import host
 from xinference_xavier.runtime.host import free_memory, free_memory_bytes, process_info
 
@@ -215,33 +213,3 @@ def test_only_relevant_environment_variables_are_reported(monkeypatch: pytest.Mo
     assert told["XINFERENCE_EXTENSIONS"] == "a:b"
     assert "PYTHONHASHSEED" not in told
     assert "sk-secret" not in json.dumps(process_info())
-
-
-SAY = "from xinference_xavier.runtime.host import host_identity; print(host_identity())"
-
-
-def test_processes_of_one_host_and_user_have_one_identity() -> None:
-    child = subprocess.run([sys.executable, "-c", SAY], capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == host.host_identity()
-
-
-def test_another_machine_network_namespace_or_user_has_another_identity(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    own = host.host_identity()
-    boot = tmp_path / "boot_id"
-    boot.write_text("another\n")
-    others = {own}
-    for patched, value in (("_BOOT_ID", boot), ("_NETWORK", Path("/proc/self/ns/uts"))):
-        with monkeypatch.context() as patch:
-            patch.setattr(host, patched, value)
-            others.add(host.host_identity())
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    others.add(host.host_identity())
-    assert len(others) == 4
-
-
-def test_a_host_without_an_identity_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_BOOT_ID", Path("/nowhere/boot_id"))
-    with pytest.raises(TransportError, match="cannot identify this host"):
-        host.host_identity()

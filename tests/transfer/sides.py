@@ -26,7 +26,6 @@ from xinference_xavier.transfer.__main__ import TransferActor
 from xinference_xavier.transfer.transports.base import Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
-from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 HOST = "127.0.0.1"
 ROWS, ROW_BYTES = 32, 16 << 10
@@ -50,12 +49,6 @@ class Kind(NamedTuple):
 
 KINDS = {
     "gloo": Kind(GlooTransport, faults._FaultyGloo, faults.StallingGloo, GlooTransport),
-    "shared_memory": Kind(
-        SharedMemoryTransport,
-        faults._FaultySharedMemory,
-        faults.StallingSharedMemory,
-        faults.StallableSharedMemory,
-    ),
     "nixl": Kind(NixlTransport, faults._FaultyNixl, faults.StallingNixl, faults.StallableNixl),
 }
 
@@ -67,7 +60,6 @@ class Side(NamedTuple):
     pool: Any
     region: Region
     actor: Any
-    host: str | None
 
     @property
     def rows(self) -> Any:
@@ -75,7 +67,7 @@ class Side(NamedTuple):
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.pool.external_address, self.host)
+        return Endpoint(self.pool.external_address)
 
     def checksum(self, slot: int) -> int:
         return Region.checksum(self.region, slot, KEYS[slot])
@@ -174,6 +166,5 @@ class Sides:
         )
         if secret is not None:
             await actor.configure(secret)
-        host = next((transport.host for transport in made if transport.host), None)
-        self.all.append(Side(name, pool, region, actor, host))
+        self.all.append(Side(name, pool, region, actor))
         return self.all[-1]

@@ -3,11 +3,12 @@
 import logging
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from tests.faults import _FaultyGloo
 from tests.logged import messages
 from tests.transfer.no_transport import NoTransport
 from tests.transfer.sides import PATIENCE, Side, Sides
@@ -16,14 +17,9 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import PullResult, Startup
 from xinference_xavier.transfer import links
 from xinference_xavier.transfer.__main__ import load_transport, usable
-from xinference_xavier.transfer.transports.base import (
-    MEMORY_NOT_SHARED,
-    Acceptance,
-    Transport,
-)
+from xinference_xavier.transfer.transports.base import Acceptance, Transport
 from xinference_xavier.transfer.transports.gloo import GlooTransport
 from xinference_xavier.transfer.transports.nixl import NixlTransport
-from xinference_xavier.transfer.transports.shared_memory import SharedMemoryTransport
 
 
 async def test_only_kept_peers_have_links(sides: Sides, consumer: Side, donor: Side) -> None:
@@ -36,46 +32,47 @@ async def test_only_kept_peers_have_links(sides: Sides, consumer: Side, donor: S
     assert (await consumer.pull(donor, [1]))[:2] == (1, None)
 
 
-class Elsewhere(SharedMemoryTransport):
-    """A donor that wrongly claims to be on our host, like a machine restored from the same
-    snapshot: nothing listens on the socket that it names."""
-
-    def accept(self, hello: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
-        acceptance = super().accept(hello, deadline)
-        acceptance.answer = b"elsewhere " + acceptance.answer[:6]
-        return acceptance
+class Better(_FaultyGloo):
+    name = "better"
 
 
-class Silent(SharedMemoryTransport):
-    """A donor that accepts the connection and sends no descriptor."""
+class Refusing(Better):
+    """A donor that does not use it on its host."""
 
-    def accept(self, hello: bytes, deadline: float) -> Acceptance:  # type: ignore[override]
-        acceptance = super().accept(hello, deadline)
-        acceptance.complete = self._say_nothing  # type: ignore[method-assign]
-        return acceptance
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
+        raise LinkError("no such device")
+
+
+class Silent(Better):
+    """A donor that never comes to its half of the link."""
+
+    def accept(self, hello: bytes, deadline: float) -> Acceptance:
+        acceptance: Any = super().accept(hello, deadline)
+        acceptance.complete = self._say_nothing
+        return acceptance  # type: ignore[no-any-return]
 
     def _say_nothing(self, deadline: float) -> NoReturn:
         threading.Event().wait(deadline - time.monotonic())
         raise LinkError("nothing was sent")
 
 
-AUTO = (SharedMemoryTransport, GlooTransport)
+AUTO = (Better, GlooTransport)
 
 
 class TestSeveralTransports:
     """The best one that makes a link is used, in the same fetch."""
 
-    @pytest.mark.parametrize("near", [Elsewhere, Silent])
-    async def test_a_donor_whose_memory_cannot_be_mapped_is_linked_by_gloo(
-        self, sides: Sides, near: type[Transport]
+    @pytest.mark.parametrize("better", [Refusing, Silent])
+    async def test_a_donor_that_the_better_one_does_not_reach_is_linked_by_the_other(
+        self, sides: Sides, better: type[Transport]
     ) -> None:
         consumer = await sides.start("consumer", *AUTO)
-        donor = await sides.start("donor", near, GlooTransport)
+        donor = await sides.start("donor", better, GlooTransport)
         result = await consumer.actor.pull(consumer.order(donor, [1], timeout=4.0))
         assert result[:3] == (1, None, "gloo")
         stats = await consumer.actor.stats()
         assert (stats["linked_to"], stats["transport"]) == ({"donor": "gloo"}, "gloo")
-        assert [*stats["obstacles"]["donor"]] == ["best", "shared_memory"]
+        assert [*stats["obstacles"]["donor"]] == ["best", "better"]
         assert np.array_equal(consumer.rows[1], donor.rows[1])
 
     async def test_a_donor_refuses_what_it_does_not_have(self, sides: Sides) -> None:
@@ -90,59 +87,23 @@ class TestSeveralTransports:
         assert result == PullResult(1, None, "gloo")
         assert refusal in (await consumer.actor.stats())["obstacles"]["without"]["nixl"]
 
-    @pytest.mark.parametrize(("retry_after", "then"), [(600.0, "gloo"), (0.0, "shared_memory")])
+    @pytest.mark.parametrize(("retry_after", "then"), [(600.0, "gloo"), (0.0, "better")])
     async def test_a_better_transport_that_failed_is_tried_again_after_a_while(
         self, sides: Sides, monkeypatch: pytest.MonkeyPatch, retry_after: float, then: str
     ) -> None:
         monkeypatch.setattr(links, "RETRY_AFTER", retry_after)
         consumer = await sides.start("consumer", *AUTO)
-        donor = await sides.start("donor", Elsewhere, GlooTransport)
+        donor = await sides.start("donor", Refusing, GlooTransport)
         order = consumer.order(donor, [1])
         assert (await consumer.actor.pull(order)).transport == "gloo"
-        monkeypatch.setattr(Elsewhere, "accept", SharedMemoryTransport.accept)
+        monkeypatch.setattr(Refusing, "accept", Better.accept)
         assert (await consumer.actor.pull(order)).transport == then
         assert await consumer.links() == 1
 
     async def test_a_trial_opens_a_link(self, sides: Sides) -> None:
         consumer, donor = [await sides.start(name, *AUTO) for name in ("consumer", "donor")]
         assert await consumer.actor.try_link("donor", donor.endpoint, PATIENCE) is None
-        assert (await consumer.actor.stats())["linked_to"] == {"donor": "shared_memory"}
-
-    async def test_a_donor_on_another_host_is_linked_by_what_reaches_it(self, sides: Sides) -> None:
-        donor = await sides.start("donor", *AUTO)
-        there = donor.endpoint._replace(host="another 1 0")
-        consumer = await sides.start("consumer", *AUTO)
-        await consumer.actor.pull(consumer.order(donor, [1], endpoint=there))
-        stats = await consumer.actor.stats()
-        assert stats["linked_to"] == {"donor": "gloo"}
-        assert stats["obstacles"]["donor"]["shared_memory"] == "other machine"
-        near = await sides.start("near", SharedMemoryTransport)
-        refused = await near.actor.pull(near.order(donor, [1], endpoint=there))
-        assert refused.reason == "other machine"
-        assert await near.actor.try_link("donor", there, PATIENCE) == "other machine"
-
-
-HERE = "boot 1 0"
-
-
-@pytest.mark.parametrize(
-    ("host", "reason"),
-    [
-        (HERE, None),
-        (None, MEMORY_NOT_SHARED),
-        ("another 1 0", "other machine"),
-        ("boot 2 0", "other network namespace"),
-        ("boot 1 1", "other user"),
-        *((malformed, "other machine") for malformed in ("", "x", f"{HERE} ", f" {HERE}")),
-    ],
-)
-def test_processes_on_different_hosts_never_count_as_on_one(
-    region: Region, host: str | None, reason: str | None
-) -> None:
-    near = NoTransport(region, "", None)
-    assert near.obstacle(host) is None, "it reaches any host"
-    near.host = HERE
-    assert near.obstacle(host) == reason
+        assert (await consumer.actor.stats())["linked_to"] == {"donor": "better"}
 
 
 def test_a_transport_is_found_by_its_path() -> None:
@@ -194,6 +155,10 @@ def test_a_better_transport_that_this_host_cannot_use_is_left_out(
         "broken": "it burns",
     }
     assert ["broken" in message for message in messages(caplog)] == [True]
+
+
+def test_a_replica_that_has_only_neighbours_needs_no_transport(region: Region) -> None:
+    assert usable(startup(), region) == ([], {})
 
 
 def test_the_last_transport_must_work(region: Region) -> None:

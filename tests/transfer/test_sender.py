@@ -14,7 +14,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.transfer import PullResult, prove
 from xinference_xavier.transfer import links
 from xinference_xavier.transfer.links import close_link
-from xinference_xavier.transfer.transports.shared_memory import DonorLink
+from xinference_xavier.transfer.transports.base import Link
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ async def test_a_link_is_closed_even_if_whoever_closes_it_is_cancelled() -> None
     """A consumer may withdraw its request while its donor gives the link up."""
     go_on, closed = threading.Event(), threading.Event()
 
-    class Telling(DonorLink):
+    class Telling(Link):
         def close(self) -> None:
             closed.set()
 

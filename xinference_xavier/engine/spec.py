@@ -339,8 +339,8 @@ def rows_of(
         ConfigError: the pool is too small to work with, or does not fit into the free memory.
     """
     here = config.replicas_per_host * config.engines
-    # Mapped by the workers and the transfer processes of all engines here, and by its own engine.
-    mappings = (workers + 1) * here + 1
+    # Mapped by the workers of all engines here, its own engine and its own transfer process.
+    mappings = workers * here + 2
     mapped_bytes = row_bytes + -(-mappings * row_bytes // _BYTES_PER_TABLE_BYTE)
     given = config.pool_bytes
     if given is None:

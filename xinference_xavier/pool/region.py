@@ -67,7 +67,7 @@ class Region:
     """A text from the creator, set by `receive_region`."""
 
     def __init__(self, fd: int, rows: int, row_bytes: int) -> None:
-        """Map `fd` and take ownership of it. Read-only if the descriptor is.
+        """Map `fd` and take ownership of it.
 
         Raises:
             RegionError: the file has another size, or could change its size.
@@ -79,9 +79,7 @@ class Region:
                     f"a region of {size} bytes cannot hold {rows} x {row_bytes} bytes"
                 )
             _check_sealed(fd)
-            read_only = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
-            self._map = mmap.mmap(fd, size, access=access)
+            self._map = mmap.mmap(fd, size)
         except OSError as error:
             os.close(fd)
             raise RegionError(f"the offered descriptor is not a region: {error}") from None
@@ -248,7 +246,8 @@ def serve_region(region: Region, incarnation: str, note: bytes = b"") -> HostSer
     assert len(note) <= _MAX_NOTE
 
     def hand_over(peer: socket.socket) -> None:
-        _hand_over(peer, region, region.fd)
+        header = _HEADER.pack(_MAGIC, region.rows, region.row_bytes)
+        socket.send_fds(peer, [header], [region.fd])
         peer.sendall(note)
 
     return HostServer(incarnation, hand_over)
@@ -279,20 +278,6 @@ def receive_region(incarnation: str, timeout: float) -> Region:
                     ) from None
         # The first worker is still starting, and nothing announces its socket.
         threading.Event().wait(0.02)
-
-
-def offer_to_read(peer: socket.socket, region: Region) -> None:
-    """Hand `region` over to the other end of a Unix socket, read-only."""
-    fd = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _hand_over(peer, region, fd)
-    finally:
-        os.close(fd)
-
-
-def _hand_over(peer: socket.socket, region: Region, fd: int) -> None:
-    header = _HEADER.pack(_MAGIC, region.rows, region.row_bytes)
-    socket.send_fds(peer, [header], [fd])
 
 
 def take_region(peer: socket.socket) -> Region:

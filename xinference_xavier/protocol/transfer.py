@@ -75,11 +75,9 @@ _STARTUP = TypeAdapter(Startup)
 
 
 class Endpoint(NamedTuple):
-    """A transfer process, and its answer to `Startup`. `host` is its `host_identity`; None if it
-    shares no memory."""
+    """A transfer process, and its answer to `Startup`."""
 
     address: str
-    host: str | None
 
     def to_json(self) -> bytes:
         return json.dumps(self._asdict()).encode() + b"\n"

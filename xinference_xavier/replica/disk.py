@@ -47,7 +47,7 @@ from xinference_xavier.pool.region import Region
 from xinference_xavier.protocol.sketches import Difference, Sketch, difference
 from xinference_xavier.protocol.transfer import PullResult
 from xinference_xavier.replica.reports import Publisher
-from xinference_xavier.runtime.aio import DaemonThreads, within
+from xinference_xavier.runtime.aio import DaemonThreads, to_its_end, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 from xinference_xavier.stats.schema import DiskStats
 
@@ -212,18 +212,11 @@ class Disk:
             ),
             return_exceptions=True,
         )
-        cancelled: asyncio.CancelledError | None = None
-        while not reading.done():  # until then, threads write to the rows
-            try:
-                await asyncio.shield(reading)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        outcomes = await to_its_end(reading)  # until then, threads write to the rows
         if store is not self.index:  # it was closed, or its rows are not ours
             return PullResult(0, "not held", DISK)
         reason = None if len(held) == len(rows) else "not held"
-        for outcome in reversed(reading.result()):
+        for outcome in reversed(outcomes):
             if isinstance(outcome, BaseException):
                 reason = self._reason(outcome)
                 checksums.clear()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -24,7 +25,7 @@ import xoscar
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.index import Index
 from xinference_xavier.limits import CALL_DEADLINE, LOOK
-from xinference_xavier.peers import DISK, IN_PLACE, Peer, Peers
+from xinference_xavier.peers import DISK, IN_PLACE, SHARED_MEMORY, Peer, Peers
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.sketches import Difference
 from xinference_xavier.protocol.transfer import (
@@ -39,7 +40,7 @@ from xinference_xavier.protocol.transfer import (
 from xinference_xavier.replica.canary import Audited, Canary
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.neighbours import Neighbour, Neighbours
+from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.replica.reports import EventReporter, Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -214,23 +215,24 @@ class Fetcher:
         if self._peers.differs(peer.name):
             raise GrantRefusedError("not compared")
         check_slots(grant.slots, neighbour.rows)
+        loan = neighbour.lend()
         for row, slot in zip(fetch.rows, grant.slots, strict=False):
             row.slot = neighbour.first + slot
             if self.pool.commit(row, pins=1):
                 fetch.committed.append(row)
         self.pool.abort(*fetch.rows)
         self._count_received(fetch, peer)
-        spawn(self._until_returned(fetch, peer, neighbour, grant, number))
+        spawn(self._until_returned(fetch, peer, loan, grant, number))
         return None if len(fetch.committed) == len(grant.slots) else "reset"
 
     async def _until_returned(
-        self, fetch: Fetch, peer: Peer, neighbour: Neighbour, grant: Grant, number: int
+        self, fetch: Fetch, peer: Peer, loan: ExitStack, grant: Grant, number: int
     ) -> None:
         """Keep the grant as long as vLLM may load its rows. One of them is verified meanwhile. If
         the replica stops, nothing is released: the engine may still load."""
         keys = (row.key for row in fetch.rows)
         checksums = dict(zip(keys, grant.checksums, strict=False))
-        with neighbour.lending():
+        with loan:
             if fetch.committed:
                 row = random.choice(fetch.committed)
                 found = await in_thread(self._neighbours.checksum, row.slot, row.key)
@@ -253,7 +255,15 @@ class Fetcher:
         """Returns why not all granted rows were committed; None if they were. Raises
         GrantRefusedError as `_receive`."""
         rows = fetch.rows[: len(grant.checksums)]
-        remaining = fetch.deadline - time.monotonic()
+        now = time.monotonic()
+        remaining = fetch.deadline - now
+        patience = max(0.001, remaining - min(_REPORT_TIME, remaining / 10))
+        neighbour = self._neighbours.get(peer.name)
+        if neighbour is not None:
+            fetch.transport = SHARED_MEMORY
+            until = min(now + patience, grant.expires)
+            work = self._neighbours.copy(neighbour, rows, grant.slots, grant.checksums, until)
+            return await self._receive(fetch, peer, grant.checksums, work)
         order = PullOrder(
             peer.name,
             grant.endpoint,
@@ -262,7 +272,7 @@ class Fetcher:
             tuple(row.key for row in rows),
             grant.checksums,
             tuple(row.slot for row in rows),
-            max(0.001, remaining - min(_REPORT_TIME, remaining / 10)),
+            patience,
         )
         fetch.transport = peer.linked_by
         work = self._process.pull(order)

@@ -253,7 +253,7 @@ class HotChunks:
                 break
             elif new := {*filter(settled, peers.serving & peers.trusted - asked)}:
                 asked |= new
-                new = {name for name in new if self._neighbours.get(name) is None}
+                new = {name for name in new if not self._neighbours.lends(name)}
                 some = random.sample(sorted(new), min(len(new), MAX_PEERS))
                 copies = (self._fetch_hottest(peer, deadline) for peer in some)
                 chunks += sum(await asyncio.gather(*copies))

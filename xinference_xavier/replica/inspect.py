@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from xinference_xavier.config import XavierConfig
 from xinference_xavier.limits import CALL_DEADLINE
-from xinference_xavier.peers import Peer, Peers
+from xinference_xavier.peers import IN_PLACE, SHARED_MEMORY, Peer, Peers
 from xinference_xavier.protocol.tracker import unpack_question
 from xinference_xavier.protocol.transfer import Endpoint
+from xinference_xavier.replica.neighbours import Neighbours
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -97,14 +98,20 @@ async def self_check(
     config: XavierConfig,
     peers: Peers,
     process: TransferProcess,
+    neighbours: Neighbours,
     fingerprint_fields: Mapping[str, str],
 ) -> dict[str, Any]:
     """JSON-able. `fingerprint_fields` are the namespace's.
-    `peers` maps each peer to why no link to it opens; None if one does. `linked_to` has the
-    transport of each link, `obstacles` why a better one is not used."""
+    `peers` maps each peer to why nothing can be fetched from it; None if it can. `linked_to` has
+    the transport of each, `obstacles` why a better one is not used."""
     asked = [peers[name] for name in sorted(peers.members)[:MAX_PEERS]]
-    tried = await asyncio.gather(*(_try(peer, process) for peer in asked))
+    needs_memory = config.transport == SHARED_MEMORY
+    tried = await asyncio.gather(*(_try(peer, process, neighbours, needs_memory) for peer in asked))
     stats = await process.stats()
+    obstacles: dict[str, dict[str, str]] = stats.get("obstacles", {})
+    for peer, reason in neighbours.obstacles.items():
+        better = SHARED_MEMORY if neighbours.get(peer) is None else IN_PLACE
+        obstacles[peer] = {better: reason, **obstacles.get(peer, {})}
     return {
         **process_info(),
         "config": config.to_dict(),
@@ -113,12 +120,14 @@ async def self_check(
         "transfer_starts": process.starts,
         "transfer_error": process.error,
         "peers": {peer.name: reason for peer, reason in zip(asked, tried, strict=True)},
-        "linked_to": stats.get("linked_to", {}),
-        "obstacles": stats.get("obstacles", {}),
+        "linked_to": stats.get("linked_to", {}) | neighbours.linked_to,
+        "obstacles": obstacles,
     }
 
 
-async def _try(peer: Peer, process: TransferProcess) -> str | None:
+async def _try(
+    peer: Peer, process: TransferProcess, neighbours: Neighbours, needs_memory: bool
+) -> str | None:
     if (address := peer.address) is None:
         return None  # it just left
     try:
@@ -129,4 +138,8 @@ async def _try(peer: Peer, process: TransferProcess) -> str | None:
         return f"its engine at {address} does not answer: {str(error) or type(error).__name__}"
     if endpoint is None:
         return "it has no transfer process"
+    if neighbours.get(peer.name) is not None:
+        return None
+    if needs_memory:
+        return neighbours.obstacles.get(peer.name, "its memory is not mapped yet")
     return await process.try_link(peer.name, endpoint, CALL_DEADLINE)

@@ -1,16 +1,18 @@
 """Neighbours: the peers on this host whose pools this replica's workers have mapped.
 
 A chunk that a neighbour holds is loaded in place. The donor grants its rows, and vLLM loads them
-from where they are.
+from where they are. If the engine can map a pool and its workers cannot, its rows are copied, as
+are those of a hand-over.
 
 A replica keeps a connection to each neighbour, and only the kernel closes it: when the donor's
 process ends, and its pool is to be unmapped (`Neighbours`), or the consumer's, and nothing loads
 what was granted to it any more (`Lending`). Neither depends on the tracker, nor on who is a member.
 
-Where a pool cannot be mapped, its rows are copied as from any other peer. Each pool costs page
-tables in every worker, a 512th of its size; with a device, its driver pins it there, too.
+Each pool costs page tables in every worker, a 512th of its size; with a device, its driver pins it
+there, too. If the engine cannot map it, either, the peer is fetched from like one elsewhere.
 
-Threading: the replica's background loop. Connections outlive it: vLLM may still load something.
+Threading: the replica's background loop; copies are made by threads. Connections outlive it: vLLM
+may still load something.
 """
 
 import asyncio
@@ -18,22 +20,28 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from xinference_xavier.errors import RegionError, XavierError
 from xinference_xavier.limits import CALL_DEADLINE, MOST_PAUSE, START_DEADLINE, TICK
-from xinference_xavier.peers import Peers
+from xinference_xavier.peers import IN_PLACE, SHARED_MEMORY, Peers
+from xinference_xavier.pool.pool import Row
 from xinference_xavier.pool.region import check_same_user, checksum, receive_region, socket_name
 from xinference_xavier.pool.window import DONE, Order, Window, worker_name
-from xinference_xavier.runtime.aio import Rollback, in_thread, spawn, within
+from xinference_xavier.protocol.transfer import PullResult, check_slots
+from xinference_xavier.runtime.aio import Rollback, in_thread, spawn, to_its_end, within
 from xinference_xavier.runtime.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
 _MAPPED_PER_SECOND = 1 << 30  # bytes; slow drivers take as long
 _LENDS = "lends"
+_ELSEWHERE = "not on this host, or in another network namespace"
 
 
 class Lending:
@@ -76,13 +84,14 @@ class Lending:
 
 @dataclass(eq=False)
 class Neighbour:
-    """A peer's pool, mapped to `rows` slot numbers from `first` on. `loans` are the fetches whose
-    rows may still be loaded."""
+    """A peer's pool, mapped to `rows` slot numbers from `first` on, in the workers, too, once it is
+    `in_place`. `loans` are the fetches whose rows may still be loaded or copied."""
 
     name: str
     first: int
     rows: int
     connection: socket.socket
+    in_place: bool = False
     loans: int = 0
 
     @property
@@ -95,14 +104,20 @@ class Neighbour:
         except OSError:
             return True
 
-    @contextmanager
-    def lending(self) -> Iterator[None]:
-        """It stays mapped meanwhile."""
+    def lend(self) -> ExitStack:
+        """It stays mapped until the loan is closed."""
         self.loans += 1
-        try:
-            yield
-        finally:
-            self.loans -= 1
+        loan = ExitStack()
+        loan.callback(self._end_loan)
+        return loan
+
+    def _end_loan(self) -> None:
+        self.loans -= 1
+
+
+class _Obstacle(NamedTuple):
+    reason: str
+    until: float  # then it is tried again
 
 
 class Neighbours:
@@ -115,21 +130,67 @@ class Neighbours:
         self._workers = workers
         self._enabled = enabled
         self._mapped: dict[str, Neighbour] = {}
-        self._failed: dict[str, float] = {}  # when to try again
+        self._obstacles: dict[str, _Obstacle] = {}
 
     def get(self, name: str) -> Neighbour | None:
         return self._mapped.get(name)
 
     @property
     def mapped_bytes(self) -> int:
-        return sum(each.rows for each in [*self._mapped.values()]) * self.window.row_bytes
+        rows = (each.rows for each in [*self._mapped.values()] if each.in_place)
+        return sum(rows) * self.window.row_bytes
+
+    @property
+    def obstacles(self) -> dict[str, str]:
+        """Why nothing is loaded in place from a peer."""
+        return {name: obstacle.reason for name, obstacle in self._obstacles.items()}
+
+    @property
+    def linked_to(self) -> dict[str, str]:
+        """How the rows of each neighbour come."""
+        mapped = self._mapped.items()
+        return {name: IN_PLACE if each.in_place else SHARED_MEMORY for name, each in mapped}
 
     def checksum(self, slot: int, key: bytes) -> int:
         return checksum(self.window.array[slot].data, key)
 
     def is_settled(self, name: str) -> bool:
-        """True once it is known whether this peer is a neighbour."""
-        return not self._enabled or name in self._mapped or name in self._failed
+        """True once it is known whether this peer's rows are loaded in place."""
+        return not self._enabled or name in self._obstacles or self.lends(name)
+
+    def lends(self, name: str) -> bool:
+        """True if rows of this peer are loaded in place."""
+        neighbour = self._mapped.get(name)
+        return neighbour is not None and neighbour.in_place
+
+    def copy(
+        self,
+        neighbour: Neighbour,
+        rows: Sequence[Row],
+        granted: Sequence[int],
+        checksums: Sequence[int],
+        deadline: float,
+    ) -> Awaitable[PullResult]:
+        """Copy the rows in the neighbour's slots `granted` to our `rows`, in order. When what is
+        returned has ended, nothing writes to them any more, even if it was cancelled. Raises
+        LinkError: a slot is outside of the neighbour's pool."""
+        check_slots(granted, neighbour.rows)
+        pairs = [*zip(rows, granted, checksums, strict=True)]
+
+        def copied() -> PullResult:
+            own = self.window.own
+            for done, (row, slot, expected) in enumerate(pairs):
+                if time.monotonic() > deadline:
+                    return PullResult(done, "timeout", SHARED_MEMORY)
+                np.copyto(own.row(row.slot), self.window.array[neighbour.first + slot])
+                if own.checksum(row.slot, row.key) != expected:
+                    return PullResult(done, "checksum", SHARED_MEMORY)
+            return PullResult(len(pairs), None, SHARED_MEMORY)
+
+        loan = neighbour.lend()
+        copying = in_thread(copied)
+        copying.add_done_callback(lambda _: loan.close())
+        return to_its_end(copying)
 
     async def run(self) -> None:
         """Go on until cancelled."""
@@ -142,30 +203,35 @@ class Neighbours:
             if each.is_gone and not each.loans:
                 await self._unmap(each)
         names, now = {*self._peers}, time.monotonic()
-        self._failed = {name: at for name, at in self._failed.items() if name in names}
-        for name in names - self._mapped.keys():
-            if now >= self._failed.get(name, now):
+        self._obstacles = {name: each for name, each in self._obstacles.items() if name in names}
+        for name in names:
+            obstacle = self._obstacles.get(name)
+            if not self.lends(name) and (obstacle is None or now >= obstacle.until):
                 await self._map(name)
         # A peer's record may be a new one.
         for each in self._mapped.values():
-            self._peers.map(each.name, None if each.is_gone else each.first)
+            self._peers.map(each.name, each.first if each.in_place and not each.is_gone else None)
 
     async def _map(self, name: str) -> None:
+        """For the engine first, then for its workers."""
         began = time.monotonic()
         try:
-            neighbour = await self._mapping(name)
-        except ConnectionRefusedError:  # it is on another host, or hidden from this one
-            neighbour = None
+            if name not in self._mapped:
+                self._mapped[name] = await self._mapping(name)
+            neighbour = self._mapped[name]
+            await self._lend(neighbour)
+        except ConnectionRefusedError:
+            reason = _ELSEWHERE
         except (XavierError, OSError, TimeoutError) as error:
-            logger.warning("rows of this peer are copied: peer=%s error=%s", name, error)
-            neighbour = None
-        if neighbour is None:
-            self._failed[name] = time.monotonic() + MOST_PAUSE
+            reason = str(error) or type(error).__name__
+            if self.obstacles.get(name) != reason:
+                logger.warning("rows of this peer are copied: peer=%s error=%s", name, reason)
+        else:
+            self._obstacles.pop(name, None)
+            size, seconds = neighbour.rows * self.window.row_bytes, time.monotonic() - began
+            logger.info("pool of a neighbour mapped: peer=%s bytes=%d s=%.1f", name, size, seconds)
             return
-        self._failed.pop(name, None)
-        self._mapped[name] = neighbour
-        size, seconds = neighbour.rows * self.window.row_bytes, time.monotonic() - began
-        logger.info("pool of a neighbour mapped: peer=%s bytes=%d s=%.1f", name, size, seconds)
+        self._obstacles[name] = _Obstacle(reason, time.monotonic() + MOST_PAUSE)
 
     async def _mapping(self, name: str) -> Neighbour:
         async with Rollback() as scope:
@@ -173,13 +239,19 @@ class Neighbours:
             scope.undo(connection.close)
             region = await in_thread(receive_region, name, CALL_DEADLINE)
             with closing(region):
-                first, rows, size = self._room(region.rows), region.rows, region.size
+                first, rows = self._room(region.rows), region.rows
                 self.window.map(first, region)
-            scope.undo(self.window.unmap, first, rows)
-            scope.undo(self._order, Order(first, rows), CALL_DEADLINE)
-            await self._order(Order(first, rows, name), START_DEADLINE + size / _MAPPED_PER_SECOND)
             scope.commit()
         return Neighbour(name, first, rows, connection)
+
+    async def _lend(self, neighbour: Neighbour) -> None:
+        first, rows = neighbour.first, neighbour.rows
+        seconds = START_DEADLINE + rows * self.window.row_bytes / _MAPPED_PER_SECOND
+        async with Rollback() as scope:
+            scope.undo(self._withdraw, neighbour)
+            await self._order(Order(first, rows, neighbour.name), seconds)
+            scope.commit()
+        neighbour.in_place = True
 
     def _room(self, rows: int) -> int:
         """The first row behind which there are so many that nothing is mapped to."""
@@ -195,6 +267,9 @@ class Neighbours:
         del self._mapped[neighbour.name]
         neighbour.connection.close()
         self.window.unmap(neighbour.first, neighbour.rows)
+        await self._withdraw(neighbour)
+
+    async def _withdraw(self, neighbour: Neighbour) -> None:
         order = Order(neighbour.first, neighbour.rows)
         with suppress(RegionError, OSError, TimeoutError):  # the worker does it later, or has ended
             await self._order(order, CALL_DEADLINE)

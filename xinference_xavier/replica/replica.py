@@ -23,6 +23,7 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.limits import START_DEADLINE, TICK
 from xinference_xavier.options import TRANSPORTS
+from xinference_xavier.peers import SHARED_MEMORY
 from xinference_xavier.pool.window import Window
 from xinference_xavier.protocol.load import Drain, Load, RequestReport
 from xinference_xavier.protocol.prefixes import Kept
@@ -130,7 +131,11 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
         return self._replica.publisher.forget(lambda _: True)
 
     async def stats(self) -> dict[str, Any]:
-        return {**self._replica.stats(), **await self._replica.process.stats()}
+        stats = await self._replica.process.stats()
+        if self._replica.neighbours.linked_to:
+            links = stats["transport"] if stats.get("links") else ""
+            stats["transport"] = ", ".join(filter(None, (SHARED_MEMORY, links)))
+        return {**self._replica.stats(), **stats}
 
     async def explain(self, packed: bytes) -> dict[str, Any]:
         """Locate the chunks of a packed question. Raises ExplainError."""
@@ -139,7 +144,11 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
     async def self_check(self) -> dict[str, Any]:
         replica = self._replica
         return await self_check(
-            replica.config, replica.peers, replica.process, replica.fingerprint_fields
+            replica.config,
+            replica.peers,
+            replica.process,
+            replica.neighbours,
+            replica.fingerprint_fields,
         )
 
     # -- by xinference's worker ---------------------------------------------------------------

@@ -211,6 +211,8 @@ class TransferProcess:
     async def pull(self, order: PullOrder) -> PullResult:
         """Fetch rows. Never raises; when it returns, nothing writes to the rows any more: a process
         that does not answer in time is killed."""
+        if not self._startup.transports:
+            return PullResult(0, "out of reach")
         child = self._child
         if child is None or not self.ready:
             return PullResult(0, "no transfer process")

@@ -85,10 +85,23 @@ def spawn(work: Awaitable[Any]) -> asyncio.Future[Any]:
 _threads = ThreadPoolExecutor(8, "xavier")  # it starts them when they are needed
 
 
-async def in_thread(work: Callable[..., T], *args: object) -> T:
+def in_thread(work: Callable[..., T], *args: object) -> asyncio.Future[T]:
     """What `work` returns, in a thread of ours. Those of asyncio may all be taken: xinference 4.1
     keeps three for each process that it starts beside its first API, of six on two cores."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args))
+    return asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args))
+
+
+async def to_its_end(work: asyncio.Future[T]) -> T:
+    """What `work` returns. A caller that is cancelled waits for it all the same: threads go on."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return work.result()
 
 
 async def finishing(work: Awaitable[T]) -> T:

@@ -14,21 +14,6 @@ from typing import Any, NamedTuple
 import psutil
 
 from xinference_xavier._version import __version__
-from xinference_xavier.errors import TransportError
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK = Path("/proc/self/ns/net")
-
-
-def host_identity() -> str:
-    """Equal for two processes that can share memory: boot id, network namespace and user id.
-
-    Abstract sockets are visible within a network namespace only; memory is shared within a user.
-    """
-    try:
-        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino} {os.getuid()}"
-    except OSError as error:
-        raise TransportError(f"cannot identify this host: {error}") from None
 
 
 class Memory(NamedTuple):

@@ -97,12 +97,12 @@ def load_transport(path: str) -> type[Transport]:
 
 
 def usable(startup: Startup, region: Region) -> tuple[list[Transport], dict[str, str]]:
-    """The transports that work on this host, and why better ones do not. Raises
-    TransportError: the last one does not work."""
-    *better, last = map(load_transport, startup.transports)
+    """The transports that work on this host, and why better ones do not. There may be none to
+    begin with. Raises TransportError: the last one does not work."""
+    kinds = [*map(load_transport, startup.transports)]
     found: list[Transport] = []
     unusable: dict[str, str] = {}
-    for kind in better:
+    for kind in kinds[:-1]:
         try:
             reason = kind.unfit()
             if reason is None:
@@ -112,7 +112,7 @@ def usable(startup: Startup, region: Region) -> tuple[list[Transport], dict[str,
             reason = str(error) or type(error).__name__
         if reason is not None:
             unusable[kind.name] = reason
-    found.append(last(region, startup.host, startup.port_range))
+    found += [last(region, startup.host, startup.port_range) for last in kinds[-1:]]
     return found, unusable
 
 
@@ -136,8 +136,7 @@ async def _serve(engine: socket.socket, startup: Startup) -> None:
         address=address,
         uid=TRANSFER_UID,
     )
-    host = next((transport.host for transport in transports if transport.host), None)
-    engine.sendall(Endpoint(address, host).to_json())
+    engine.sendall(Endpoint(address).to_json())
     work = partial(populate, region.array)
     threading.Thread(target=work, name="xavier-populate", daemon=True).start()
     await asyncio.Event().wait()

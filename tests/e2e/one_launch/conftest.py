@@ -41,7 +41,7 @@ def launch_by_command_line(cluster: LocalCluster) -> None:
         "request_limits": "2",
         "xavier_queue": "20",
         "xavier_drain": "90",  # answers end in time however busy the machine is
-        "xavier_transport": "tests.faults:ScriptedSharedMemory",
+        "xavier_transport": "tests.faults:ScriptedGloo",
         **{name: str(value) for name, value in ARGUMENTS.items()},
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]

@@ -166,7 +166,7 @@ def test_xinferences_own_metrics_show_a_remote_hit(model: Model) -> None:
     labels = {"model_uid": model.uid, "replica_index": "0", "worker_address": worker}
     (tokens,) = values(f"{PREFIX}prompt_tokens_total", **labels, source="remote")
     assert tokens >= answer.cached_tokens > 0
-    fetched = {**labels, "outcome": "committed", "transport": "shared_memory"}
+    fetched = {**labels, "outcome": "committed", "transport": "gloo"}
     (fetches,) = values(f"{PREFIX}fetches_total", **fetched)
     assert fetches >= 1
     assert values(f"{PREFIX}up") == values(f"{PREFIX}tracker_up", model_uid=model.uid) == [1]

@@ -17,11 +17,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
-from xinference_xavier.errors import OUT_OF_REACH, LinkError
+from xinference_xavier.errors import LinkError
 from xinference_xavier.pool.region import Region
 
-MEMORY_NOT_SHARED, DIFFERENCES = OUT_OF_REACH[0], OUT_OF_REACH[1:]
-"""`DIFFERENCES` are in the order of the parts of a `host_identity`."""
 Check = Callable[[int], None]  # raises LinkError if the slot does not hold the expected row
 
 
@@ -83,11 +81,9 @@ class Transport(ABC):
     """Makes links for one region.
 
     Both ends of a link use transports of the same `name`, which appears in status and metrics.
-    `host` is the `host_identity` of the only host that links can reach; None if they reach any.
     """
 
     name: ClassVar[str]
-    host: str | None = None
 
     @abstractmethod
     def __init__(self, region: Region, host: str, port_range: tuple[int, int] | None) -> None:
@@ -96,16 +92,6 @@ class Transport(ABC):
         Raises:
             TransportError: `host` or the range cannot be used on this host.
         """
-
-    def obstacle(self, host: str | None) -> str | None:
-        """The reason, one of `OUT_OF_REACH`, why no link reaches a process with that
-        `host_identity`; None if one does."""
-        if self.host is None or self.host == host:
-            return None
-        if host is None:
-            return MEMORY_NOT_SHARED
-        parts = zip(DIFFERENCES, self.host.split(" "), host.split(" "), strict=False)
-        return next((name for name, ours, its in parts if ours != its), DIFFERENCES[0])
 
     @classmethod
     def unfit(cls) -> str | None:
