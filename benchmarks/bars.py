@@ -121,7 +121,7 @@ BARS: Mapping[str, tuple[Bar, ...]] = {
     "transport": (Bar("Gloo ÷ raw TCP from 4 MiB on", 0.8, _rows("gloo/tcp"), at_least=True),),
     "hit": (
         Bar("overhead ÷ (floor + 5 ms)", 2.0, _hits("ratio", _SYNC, _BOTH, 8000)),
-        Bar("remote ÷ local", 1.25, _hits("remote/local", _SYNC, _SHARED, 8000)),
+        Bar("remote ÷ pool", 1.05, _hits("remote/pool", _SYNC, _SHARED, 8000)),
         Bar("cold ÷ remote", 20.0, _hits("cold/remote", _SYNC, _SHARED, 8000), True),
         Bar(f"{_ASYNC}: overhead ÷ (floor + 5 ms)", 2.0, _hits("ratio", _ASYNC, _BOTH, 4000)),
         Bar(f"{_ASYNC}: cold ÷ remote", 20.0, _hits("cold/remote", _ASYNC, _SHARED, 4000), True),

@@ -1,11 +1,11 @@
 """Part `hit`: what a prefix costs if it is computed, held locally, or held by a peer.
 
-There are three vLLM engines: a donor, and a consumer for each way. By shared memory, rows are
-loaded from where they are, so there a pool hit is a remote hit, too. The donor computes a prompt.
+There are three vLLM engines: a donor, and a consumer for each way. The donor computes a prompt.
 Then the consumers take turns, several times. Each fetches the prompt from the donor, finds it in
-vLLM's own prefix cache, finds it in its pool after that cache was reset, and forgets it. Each time
-as many rows are moved by memcpy or over raw TCP, which is the least that a fetch could take.
-Consumers are configured to fetch in any case.
+vLLM's own prefix cache, finds it in its pool after that cache was reset, and forgets it. By shared
+memory, rows are loaded from where they are: only the donor has them in its pool, so the pool's hit
+is one of the donor. Each time as many rows are moved by memcpy or over raw TCP, which is the least
+that a fetch could take. Consumers are configured to fetch in any case.
 
 The same is measured with engines that schedule asynchronously, as on GPUs: each schedules a step
 before it has the output of the previous one, which a worker computes in a process of its own.
@@ -29,7 +29,7 @@ MODES = {"synchronous": (1000, 8000), "asynchronous": (4000,)}
 """Tokens of the prompts, by how the engines schedule."""
 ROUNDS = 5
 """Prompts of each length."""
-REPEATS = 2
+REPEATS = 6
 """Hits for each prompt and transport."""
 AT_ONCE = 3
 """Engines that get one unknown prompt at once."""
@@ -149,7 +149,10 @@ class Cycle:
         consumer = self._fleet[name]
         remote, local = consumer.timed(prompt), consumer.timed(prompt)
         consumer.call("forget")
-        pool = consumer.timed(prompt)
+        # What is loaded in place is in the donor's pool only.
+        holder = self._fleet[_DONOR] if name == SHARED_MEMORY else consumer
+        holder.call("forget")
+        pool = holder.timed(prompt)
         consumer.call("forget")
         self._fleet.flush([name])
         return remote, local, pool
@@ -189,6 +192,7 @@ def of_transport(samples: Sequence[Sample]) -> dict[str, Any]:
         "overhead_ms": _ms(overhead),
         "ratio": ratio(overhead, [seconds + ALLOWANCE for seconds in floor]),
         "remote/local": ratio(remote, local),
+        "remote/pool": ratio(remote, pool),
         "pool/local": ratio(pool, local),
         "cold/remote": ratio(cold, remote),
     }
@@ -248,6 +252,7 @@ _TIMES = {
 }
 _RATIOS = {
     "remote/local": "remote ÷ local",
+    "remote/pool": "remote ÷ pool",
     "cold/remote": "cold ÷ remote",
     "ratio": "overhead ÷ (floor + 5 ms)",
 }
