@@ -1,9 +1,9 @@
-"""The sources of the simulated replica's rows: peers in memory, and a disk.
+"""The sources of the simulated replica's rows: peers in memory, some on the same host, and a disk.
 
 Nothing here runs by itself. The simulation says when a fetch goes on, so that a row may arrive at
 any moment, in part, late or never, and a row that was given up may still be written. The disk is
-real, with the loop that uses it and its transaction; the simulation says when the loop goes on, and
-when a call to the disk does.
+real, with the loop that uses it and its transaction, and so is what lends rows and borrows them;
+the simulation says when the loop goes on, and when a call to the disk or to a peer does.
 """
 
 import asyncio
@@ -13,24 +13,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from tests.engine.scheduling import ScriptedTier
+from tests.simulation.neighbours import CONSUMER, Actor, Lender, Neighbourhood, Window, garble
+from xinference_xavier.engine import donors
+from xinference_xavier.errors import GrantRefusedError
 from xinference_xavier.peers import DISK
 from xinference_xavier.pool.pool import Pool, Row
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import Memory
+from xinference_xavier.protocol.transfer import Grant, GrantRequest
 from xinference_xavier.replica import disk as replica_disk
 from xinference_xavier.replica import fetcher as replica_fetcher
+from xinference_xavier.replica import neighbours as replica_neighbours
+from xinference_xavier.replica.canary import Audited
 from xinference_xavier.replica.disk import Disk, NoDisk
 from xinference_xavier.replica.fetcher import Fetch, Fetcher, FetchState
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.runtime.aio import spawn
+from xinference_xavier.runtime.addresses import replica_uid
+from xinference_xavier.runtime.aio import retrieve, spawn
 
 PEERS = ("peer 1", "peer 2", "peer 3")
 _FAILURES = ("not held", "timeout", "refused", "donor unreachable")
@@ -100,28 +107,32 @@ class Arriving:
 
 
 class Peers(ScriptedTier):
-    """`write(row, weights)` puts a chunk as a peer with these weights holds it into the row's slot.
+    """`write(row, key, weights)` puts a chunk into a row as a peer with these weights holds it.
 
-    `weights` are those that the peers have now.
+    `weights` are those that the peers have now. A peer that starts is on this host with the
+    probability `nearby`, and has a pool of `lent` slots.
     """
 
     def __init__(
         self,
         pool: Pool,
-        region: Region,
+        window: Window,
         rng: random.Random,
         patch: pytest.MonkeyPatch,
         *,
         folder: Path,
         has_disk: bool,
         saves_all: bool,
+        nearby: float,
+        lent: int,
         clock: Callable[[], float],
-        write: Callable[[Row, int], None],
+        write: Callable[[Memory, bytes, int], None],
         stored: Callable[[Sequence[Row]], None],
         log: Callable[[str], None],
     ) -> None:
-        super().__init__(pool, "own")
-        self._region = region
+        super().__init__(pool, CONSUMER)
+        self._region = region = window.own
+        self._nearby, self._lent = nearby, lent
         self._rng = rng
         self._clock = clock
         self._write = write
@@ -133,10 +144,18 @@ class Peers(ScriptedTier):
         self.joining: list[tuple[Row, int]] = []  # reserved in the background, with the weights
 
         now: Any = SimpleNamespace(monotonic=clock, time=time.time, time_ns=time.time_ns)
-        for module in (replica_disk, replica_fetcher):
+        for module in (replica_disk, replica_fetcher, replica_neighbours):
             patch.setattr(module, "time", now)
+        for module in (donors, replica_fetcher):
+            patch.setattr(module, "random", rng)
         patch.setattr(replica_disk, "DaemonThreads", self.make_calls)
+        patch.setattr(replica_fetcher, "in_thread", self._in_thread)
+        patch.setattr(replica_fetcher, "xoscar", SimpleNamespace(actor_ref=self._actor))
         self.calls: list[Calls] = []
+        self._threads = self.make_calls()
+        self._asked: list[Calls] = []  # peers
+        self.lenders: dict[str, Lender] = {}
+        self.neighbours = Neighbourhood(window, self.peers, self._connect)
         self.loop = Loop(clock)
         self.folder = folder
         self.disk = NoDisk()
@@ -144,31 +163,35 @@ class Peers(ScriptedTier):
             self.disk = Disk(
                 folder, 1 << 30, "model", region, pool, saves_all=saves_all, by_name=()
             )
-        self.namespace = SharedNamespace("own", self.index, self.disk)
+        self.namespace = SharedNamespace(CONSUMER, self.index, self.disk)
         publisher = Mock()
+        canary: Any = SimpleNamespace(take=self._differs)
         self._fetcher = Fetcher(
             pool=pool,
             row_bytes=region.row_bytes,
             process=Mock(),
-            neighbours=Mock(),
+            neighbours=self.neighbours,
             namespace=self.namespace,
             index=self.index,
             disk=self.disk,
             publisher=publisher,
             events=Mock(),
-            canary=Mock(),
+            canary=canary,
         )
-        self._running = self.loop.create_task(self.disk.run(publisher))
+        self.loop.create_task(self.disk.run(publisher))
 
     def make_calls(self, *_: object) -> Calls:
         self.calls.append(Calls())
         return self.calls[-1]
 
     def close(self) -> None:
-        self._running.cancel()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
         self.disk.close()
         self.loop.go_on()
         self.loop.close()
+        for lender in self.lenders.values():
+            lender.close()
 
     # -- called by the scheduler thread -------------------------------------------------------
 
@@ -185,7 +208,7 @@ class Peers(ScriptedTier):
         self._log(f"fetch of {len(rows)} rows from {source}: {[row.slot for row in rows]}")
         if fetch is not None:
             fetch.began = self._clock()
-            if source == DISK:
+            if source == DISK or fetch.in_place:
                 self.loop.call_soon(self._fetcher.start, fetch)
             else:
                 self.arriving.append(Arriving(fetch, self.weights))
@@ -211,6 +234,8 @@ class Peers(ScriptedTier):
         """The peers have these weights, and hold nothing yet."""
         self.weights = weights
         self.is_ready = True
+        for lender in self.lenders.values():
+            lender.reset()
         resets = self.namespace.announced
         self.loop.call_soon(lambda: spawn(self._rejoin(str(weights), resets)))
 
@@ -230,6 +255,11 @@ class Peers(ScriptedTier):
 
     def go_on(self, now: float) -> None:
         """One of the fetches makes progress, whatever that is."""
+        asked = [calls for calls in self._asked if calls.waiting]
+        if asked and (not self.arriving or self._rng.random() < 0.5):
+            self._rng.choice(asked).run_one()
+            self.loop.go_on()
+            return
         if not self.arriving:
             return
         each = self._rng.choice(self.arriving)
@@ -251,7 +281,7 @@ class Peers(ScriptedTier):
             if rng.random() < 0.2:  # half of it
                 self._garble(row)
             else:
-                self._write(each.rows.pop(0), each.weights)
+                self._fill(each.rows.pop(0), each.weights)
             return
         if each.rows and rng.random() < 0.5:
             return
@@ -266,8 +296,10 @@ class Peers(ScriptedTier):
         fetch.seconds = max(0.001, now - fetch.began)
 
     def _garble(self, row: Row) -> None:
-        noise = np.frombuffer(self._rng.randbytes(self._region.row_bytes), dtype=np.uint8)
-        self._region.array[row.slot] = noise
+        garble(self._region.row(row.slot), self._rng)
+
+    def _fill(self, row: Row, weights: int) -> None:
+        self._write(self._region.row(row.slot), row.key, weights)
 
     def join(self, keys: Iterable[bytes]) -> None:
         """Reserve free rows for what peers hold, as a replica does that has just joined."""
@@ -284,11 +316,87 @@ class Peers(ScriptedTier):
         if self._rng.random() < 0.2 or weights != self.weights or not self.is_ready:
             self.pool.abort(row)
             return
-        self._write(row, weights)
+        self._fill(row, weights)
         if not self.pool.commit(row, checksum=1):  # there was a reset
             self.pool.abort(row)
+
+    # -- peers on this host -------------------------------------------------------------------
+
+    def go_on_lending(self) -> None:
+        """A neighbour stores something else, or the replica looks who is one."""
+        if self.lenders and self._rng.random() < 0.5:
+            self._any_lender().go_on(self._clock())
+        else:
+            self.loop.call_soon(lambda: spawn(self.neighbours.look()))
+            self.loop.go_on()
+
+    def upset(self) -> None:
+        """A neighbour's process ends, or its pool is flushed or reset."""
+        if self.lenders:
+            lender = self._any_lender()
+            what = self._rng.choice(("end", "flush", "reset"))
+            self._log(f"a neighbour: {what}")
+            match what:
+                case "end":
+                    lender.has_ended = True
+                case "flush":
+                    lender.flush()
+                case "reset":
+                    lender.reset()
+
+    def _any_lender(self) -> Lender:
+        return self.lenders[self._rng.choice(sorted(self.lenders))]
+
+    @property
+    def granted(self) -> int:
+        return sum(each.grants.granted_rows for each in self.lenders.values() if not each.has_ended)
+
+    def _connect(self, name: str) -> Lender:
+        if self._rng.random() >= self._nearby:
+            raise ConnectionRefusedError("it is on another host")
+        self._log(f"{name} is a neighbour")
+        lender = Lender(self._lent, self._region.row_bytes, self._rng)
+        self.lenders[name] = lender
+        return lender
+
+    async def _actor(self, address: str, uid: str) -> Actor:
+        """A peer gets a question even if nobody waits for the answer any more."""
+        name = next(name for name in PEERS if uid == replica_uid(name))
+        questions, releases = Calls(), Calls()
+        self._asked += [questions, releases]
+
+        async def ask(calls: Calls, work: Callable[..., Any], *args: object) -> Any:
+            answering = self.loop.run_in_executor(calls, work, *args)
+            answering.add_done_callback(retrieve)
+            return await asyncio.shield(answering)
+
+        return Actor(
+            partial(ask, questions, self._grant, name), partial(ask, releases, self._release, name)
+        )
+
+    def _grant(self, name: str, request: GrantRequest) -> Grant:
+        if self._rng.random() < 0.05:
+            raise ConnectionResetError("the connection is lost")
+        if (lender := self.lenders.get(name)) is None:
+            raise GrantRefusedError("donor gone")
+
+        def write(row: Memory, key: bytes) -> None:
+            self._write(row, key, self.weights)
+
+        return lender.grant(request, self.holdings[name], write, self._clock())
+
+    def _release(self, name: str, number: int) -> None:
+        if (lender := self.lenders.get(name)) is not None:
+            lender.release(number)
+
+    async def _in_thread(self, work: Callable[..., Any], *args: object) -> Any:
+        return await self.loop.run_in_executor(self._threads, work, *args)
+
+    @staticmethod
+    def _differs(found: Audited) -> None:
+        raise AssertionError(f"a row that is lent has changed: {found}")
 
     def is_at_rest(self) -> bool:
         self.loop.go_on()
         in_flight = self.arriving or self.joining or self._fetcher.counts.in_flight
-        return not (in_flight or any(calls.waiting for calls in self.calls))
+        return not (in_flight or any(calls.waiting for calls in [*self.calls, *self._asked]))

@@ -45,7 +45,6 @@ from tests.simulation.adapters import AdapterFiles
 from tests.simulation.contents import (
     BLOCK_TOKENS,
     LAYERS,
-    PAGE_BYTES,
     Group,
     Layout,
     Numbers,
@@ -54,6 +53,7 @@ from tests.simulation.contents import (
     contents,
     layout,
 )
+from tests.simulation.neighbours import Window
 from tests.simulation.options import Options
 from tests.simulation.peers import Peers
 from tests.simulation.worker import CopyJobs, ModelRunner, WrongBytesError
@@ -68,7 +68,7 @@ from xinference_xavier.engine.idle import IdleWait
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.spec import XavierSpec
 from xinference_xavier.pool.pool import Pool, Row, RowState
-from xinference_xavier.pool.region import ROW_ALIGNMENT, Region
+from xinference_xavier.pool.region import ROW_ALIGNMENT, Memory, Region
 
 _LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -162,27 +162,28 @@ class Replica:
 
         config = self._config(config)
         caches = self.layout.config
-        blocks_per_chunk = options.chunk_blocks
         self.region = Region.create(options.slots, ROW_ALIGNMENT)
-        numbers = self.region.array[:, : LAYERS * PAGE_BYTES * blocks_per_chunk].view(np.uint64)
-        self.rows = numbers.reshape(options.slots, LAYERS, -1)
+        self.window = Window(self.region)
+        self._row_numbers = LAYERS * options.chunk_blocks * BLOCK_TOKENS
         self.pool = Pool(options.slots)
         self.peers = Peers(
             self.pool,
-            self.region,
+            self.window,
             rng,
             patch,
             folder=Path("disk"),
             has_disk=options.disk is not None,
             saves_all=options.disk == "all",
+            nearby=options.nearby,
+            lent=options.lent,
             clock=self.clock,
-            write=self._write_row,
+            write=self._write,
             stored=self._check_stored,
             log=log,
         )
 
         def worker(spec: XavierSpec, pages: CanonicalKVCaches) -> OffloadingWorker:
-            self.copy_jobs = CopyJobs(pages, self.region, spec.blocks_per_chunk)
+            self.copy_jobs = CopyJobs(pages, self.window.array, spec.blocks_per_chunk)
             return self.copy_jobs
 
         def manager(spec: XavierSpec) -> OffloadingManager:
@@ -255,6 +256,7 @@ class Replica:
     def close(self) -> None:
         self.connector.shutdown()
         self.peers.close()
+        self.window.close()
         self.region.close()
 
     # -- what clients do ----------------------------------------------------------------------
@@ -404,6 +406,7 @@ class Replica:
                 + 3 * [self._call]
                 + 2 * [self._use_rows]
                 + 2 * [self._use_disk]
+                + 2 * [self.peers.go_on_lending]
                 + [self.compute, self._claim, self.peers.go_on_joining]
             )()
         finally:
@@ -439,7 +442,8 @@ class Replica:
         """Peers copy some, and others get their checksums."""
         self._send(self._rng)
         for row in self.pool.rows():
-            if row.state is RowState.READY and row.checksum is None and self._rng.random() < 0.5:
+            lacks = row.state is RowState.READY and row.checksum is None and not row.is_lent
+            if lacks and self._rng.random() < 0.5:
                 self.pool.set_checksum(row, self.region.checksum(row.slot, row.key))
 
     def _send(self, rng: random.Random) -> None:
@@ -468,23 +472,24 @@ class Replica:
                 return chunk._replace(content=content)
         raise WrongBytesError(f"{key.hex()} stands for nothing")
 
-    def _view(self, row: Row) -> tuple[Group, Numbers, Numbers]:
-        """The row's group, the numbers in it that the group uses, of shape (layers, tokens), and
-        the hashes for which they should stand."""
-        text, end, number, _ = self._chunk(row.key)
+    def _view(self, key: bytes, row: Memory) -> tuple[Group, Numbers, Numbers]:
+        """The key's group, the numbers in its row that the group uses, of shape (layers, tokens),
+        and the hashes for which they should stand."""
+        text, end, number, _ = self._chunk(key)
         group, size = self.layout.groups[number], self.options.chunk_blocks * BLOCK_TOKENS
-        numbers: Numbers = self.rows[row.slot]
+        numbers: Numbers = row.view(np.uint64)[: self._row_numbers].reshape(LAYERS, -1)
         if group.is_recurrent:  # the last block's state
             return group, numbers[:, size - BLOCK_TOKENS][:, None], text.hashes(end - 1, end)
         first = (end - 1) // size * size  # the key may be that of a part of a chunk
         return group, numbers[:, : end - first], text.hashes(first, end)
 
-    def _write_row(self, row: Row, weights: int) -> None:
-        group, numbers, hashes = self._view(row)
-        numbers[:] = group.numbers(hashes, weights, self._chunk(row.key).content)
+    def _write(self, row: Memory, key: bytes, weights: int) -> None:
+        """What the key stands for, computed with these weights."""
+        group, numbers, hashes = self._view(key, row)
+        numbers[:] = group.numbers(hashes, weights, self._chunk(key).content)
 
     def _check_row(self, row: Row, what: str, oldest: int = 0) -> None:
-        group, found, hashes = self._view(row)
+        group, found, hashes = self._view(row.key, self.window.array[row.slot])
         if group.faults(found, hashes):
             raise WrongBytesError(f"{row} {what}, but its bytes are not those of its key")
         if (computed := contents(found)) != {content := self._chunk(row.key).content}:
@@ -524,6 +529,8 @@ class Replica:
             "requests in the manager": len(manager.requests),
             "jobs in the manager": bool(manager._jobs),
             "fetches": len(manager.fetches),
+            "rows that neighbours lend": sum(row.is_lent for row in self.pool.rows()),
+            "rows that neighbours have granted": self.peers.granted,
             "deferred requests": len(manager.tier_lookup._attempts),
             "jobs of the worker": not self.copy_jobs.is_at_rest,
             "jobs in the worker's connector": len(self.connector._jobs),

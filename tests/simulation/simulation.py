@@ -99,6 +99,7 @@ class Simulation:
                 (0.05, self._join),
                 (options.damages, self._damage),
                 (0.05, self._replace_adapter),
+                (options.upsets, replica.peers.upset),
             ):
                 if rng.random() < likely:
                     event()
@@ -110,6 +111,7 @@ class Simulation:
             Asked(f"last-{self._asked}", Text([0] * options.longest), options.longest - 2, 2)
         )
         self._finish()
+        self._wait(lambda: not replica.peers.granted)
         replica.check_at_rest()
 
     def _finish(self) -> None:
@@ -125,7 +127,13 @@ class Simulation:
                 self._log(f"gives up {stuck}")
                 replica.abort(stuck)
                 idle = 0
-        while not (replica.peers.is_at_rest() and not replica.sending):
+        self._wait()
+
+    def _wait(self, until: Callable[[], bool] = lambda: True) -> None:
+        replica = self._replica
+        for _ in range(_PATIENCE):
+            if replica.peers.is_at_rest() and not replica.sending and until():
+                return
             replica.clock.now += 1.0
             replica.background()
 
@@ -136,6 +144,8 @@ class Simulation:
         replica, rng = self._replica, self._rng
         replica.peers.index.check_integrity()
         replica.pool.check_integrity()
+        for lender in replica.peers.lenders.values():
+            lender.pool.check_integrity()
         while rng.random() < 0.5:
             replica.background()
         replica.clock.now += self._options.step_seconds * rng.uniform(0.1, 2.0)

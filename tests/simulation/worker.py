@@ -38,7 +38,7 @@ from tests.simulation.contents import (
 )
 from xinference_xavier.engine.connector import XavierConnector
 from xinference_xavier.engine.worker_side import HostWorker
-from xinference_xavier.pool.region import Region
+from xinference_xavier.pool.region import Memory
 
 _NO_CONTEXT: Any = None
 """Our connector reads nothing of vLLM's forward context."""
@@ -55,11 +55,11 @@ class CopyJobs(HostWorker):
     jobs that are done waits for those of which all blocks are allowed.
     """
 
-    def __init__(self, kv_caches: CanonicalKVCaches, region: Region, blocks_per_chunk: int) -> None:
+    def __init__(self, kv_caches: CanonicalKVCaches, rows: Memory, blocks_per_chunk: int) -> None:
         self._allowing = Semaphore(0)
         self._allowed = self._submitted = 0  # blocks
         self._ends: dict[int, int] = {}  # what `_submitted` was then, by job
-        super().__init__(kv_caches, region.array, blocks_per_chunk, 0)
+        super().__init__(kv_caches, rows, blocks_per_chunk, 0)
 
     def go_on(self, blocks: int) -> None:
         """Copy so many blocks, unless no job has any left."""

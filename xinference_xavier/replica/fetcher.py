@@ -15,10 +15,10 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 
 import xoscar
 
@@ -145,13 +145,12 @@ class Fetcher:
                 else:
                     if peer is None or peer.address is None:
                         raise GrantRefusedError("donor gone")
-                    number = next(self._numbers)
-                    grant = await self._grant(fetch, peer, scope, number)
+                    grant, release = await self._grant(fetch, peer, scope)
                     self._record_missing(fetch, grant)
                     if not grant.slots:
                         raise GrantRefusedError("not held")
                     if fetch.in_place:
-                        reason = self._borrow(fetch, peer, grant, number)
+                        reason = self._borrow(fetch, peer, grant, release)
                         scope.commit()
                     else:
                         reason = await self._pull(fetch, peer, grant)
@@ -173,10 +172,14 @@ class Fetcher:
         finally:  # after the rollback, so that no row is half done when the fetch ends
             self._finish(fetch, reason)
 
-    async def _grant(self, fetch: Fetch, peer: Peer, scope: Rollback, number: int) -> Grant:
-        """It is released at the end of the scope, even if the answer does not arrive."""
+    async def _grant(
+        self, fetch: Fetch, peer: Peer, scope: Rollback
+    ) -> tuple[Grant, Callable[[], None]]:
+        """The grant, and how to release it. That is done at the end of the scope, even if the
+        answer does not arrive."""
         if peer.name not in self._peers.trusted:
             raise GrantRefusedError("not compared")
+        number = next(self._numbers)
         request = GrantRequest(
             PROTOCOL_VERSION,
             self._namespace.current,
@@ -189,7 +192,9 @@ class Fetcher:
             if peer.actor is None:
                 finding = xoscar.actor_ref(peer.address, replica_uid(peer.name))
                 peer.actor = await within(fetch.deadline - time.monotonic(), finding)
-            scope.undo(self._release, peer.name, peer.actor, number)
+            # The peer may be looked for again meanwhile, after another call has failed.
+            release = partial(self._release, peer.name, peer.actor, number)
+            scope.undo(release)
             asking = peer.actor.grant(request)
             grant: Grant = await within(fetch.deadline - time.monotonic(), asking)
         except GrantRefusedError:
@@ -198,14 +203,16 @@ class Fetcher:
             peer.actor = None  # to be looked for again
             raise
         check_grant(grant, len(fetch.rows))
-        return grant
+        return grant, release
 
     def _record_missing(self, fetch: Fetch, grant: Grant) -> None:
         held = len(grant.checksums)
         if held < len(fetch.rows) and not grant.more_is_held:
             self._index.record_stale(fetch.rows[held].key, fetch.source, grant.sequence)
 
-    def _borrow(self, fetch: Fetch, peer: Peer, grant: Grant, number: int) -> str | None:
+    def _borrow(
+        self, fetch: Fetch, peer: Peer, grant: Grant, release: Callable[[], None]
+    ) -> str | None:
         """The rows can be loaded from where they are. Returns why not all of them; None if they
         can. Raises GrantRefusedError."""
         fetch.transport = IN_PLACE
@@ -215,34 +222,34 @@ class Fetcher:
         if self._peers.differs(peer.name):
             raise GrantRefusedError("not compared")
         check_slots(grant.slots, neighbour.rows)
-        loan = neighbour.lend()
+        neighbour.loans += 1
         for row, slot in zip(fetch.rows, grant.slots, strict=False):
             row.slot = neighbour.first + slot
             if self.pool.commit(row, pins=1):
                 fetch.committed.append(row)
         self.pool.abort(*fetch.rows)
         self._count_received(fetch, peer)
-        spawn(self._until_returned(fetch, peer, loan, grant, number))
+        spawn(self._until_returned(fetch, neighbour, grant, release))
         return None if len(fetch.committed) == len(grant.slots) else "reset"
 
     async def _until_returned(
-        self, fetch: Fetch, peer: Peer, loan: ExitStack, grant: Grant, number: int
+        self, fetch: Fetch, neighbour: Neighbour, grant: Grant, release: Callable[[], None]
     ) -> None:
         """Keep the grant as long as vLLM may load its rows. One of them is verified meanwhile. If
         the replica stops, nothing is released: the engine may still load."""
-        keys = (row.key for row in fetch.rows)
-        checksums = dict(zip(keys, grant.checksums, strict=False))
-        with loan:
-            if fetch.committed:
-                row = random.choice(fetch.committed)
-                found = await in_thread(self._neighbours.checksum, row.slot, row.key)
-                if found != checksums[row.key]:
-                    self._canary.take(Audited(peer.name, Difference("a checksum", math.inf)))
-            while True:
-                await asyncio.sleep(LOOK)
-                if not any(row.pins for row in fetch.rows):
-                    break
-        self._release(peer.name, peer.actor, number)
+        if fetch.committed:
+            keys = (row.key for row in fetch.rows)
+            checksums = dict(zip(keys, grant.checksums, strict=False))
+            row = random.choice(fetch.committed)
+            found = await in_thread(self._neighbours.checksum, row.slot, row.key)
+            if found != checksums[row.key]:
+                self._canary.take(Audited(neighbour.name, Difference("a checksum", math.inf)))
+        while True:
+            await asyncio.sleep(LOOK)
+            if not any(row.pins for row in fetch.rows):
+                break
+        neighbour.loans -= 1
+        release()
 
     async def _read(self, fetch: Fetch) -> str | None:
         """Like `_pull`, from the disk."""

@@ -21,7 +21,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,7 +85,8 @@ class Lending:
 @dataclass(eq=False)
 class Neighbour:
     """A peer's pool, mapped to `rows` slot numbers from `first` on, in the workers, too, once it is
-    `in_place`. `loans` are the fetches whose rows may still be loaded or copied."""
+    `in_place`. `loans` are the fetches whose rows may still be loaded or copied: it stays mapped
+    meanwhile."""
 
     name: str
     first: int
@@ -103,16 +104,6 @@ class Neighbour:
             return False
         except OSError:
             return True
-
-    def lend(self) -> ExitStack:
-        """It stays mapped until the loan is closed."""
-        self.loans += 1
-        loan = ExitStack()
-        loan.callback(self._end_loan)
-        return loan
-
-    def _end_loan(self) -> None:
-        self.loans -= 1
 
 
 class _Obstacle(NamedTuple):
@@ -187,9 +178,12 @@ class Neighbours:
                     return PullResult(done, "checksum", SHARED_MEMORY)
             return PullResult(len(pairs), None, SHARED_MEMORY)
 
-        loan = neighbour.lend()
+        def ended(_: object) -> None:
+            neighbour.loans -= 1
+
+        neighbour.loans += 1
         copying = in_thread(copied)
-        copying.add_done_callback(lambda _: loan.close())
+        copying.add_done_callback(ended)
         return to_its_end(copying)
 
     async def run(self) -> None:
