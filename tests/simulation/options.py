@@ -50,6 +50,8 @@ class Options:
         """What is saved."""
         self.damages = rng.choice((0.02, 0.3))
         self.adapters = rng.random() < 0.4
+        self.transfers = rng.choice((1.0, 1.0, 0.2))
+        """How often a fetch from a peer goes on when it might."""
         self.nearby = rng.choice((0.0, 0.5, 1.0))
         """How likely a peer that starts is on the same host."""
         self.lent = rng.choice((4, 12, 40))  # slots of such a peer's pool

@@ -413,7 +413,8 @@ class Replica:
             self._busy = False
 
     def _fetch(self) -> None:
-        self.peers.go_on(self.clock())
+        if self._rng.random() < self.options.transfers:
+            self.peers.go_on(self.clock())
 
     def _copy(self) -> None:
         if self._rng.random() < self.options.copies:

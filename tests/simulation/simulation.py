@@ -146,6 +146,7 @@ class Simulation:
         replica.pool.check_integrity()
         for lender in replica.peers.lenders.values():
             lender.pool.check_integrity()
+        assert not replica.peers.differing, "a row changed while it was lent"
         while rng.random() < 0.5:
             replica.background()
         replica.clock.now += self._options.step_seconds * rng.uniform(0.1, 2.0)

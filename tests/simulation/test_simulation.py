@@ -4,17 +4,20 @@ The runs are those of `Simulation`; see there how to repeat one. That they would
 switching off what keeps the bytes right.
 """
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
 
 from tests.engine.vllm_scheduler import engine_config
+from tests.simulation.neighbours import Neighbourhood
 from tests.simulation.options import Options
 from tests.simulation.simulation import Mutation, Simulation, SimulationError
 from tests.simulation.worker import CopyJobs
@@ -22,11 +25,15 @@ from xinference_xavier.engine import connector
 from xinference_xavier.engine.adapters import Look, Unconfirmed
 from xinference_xavier.engine.manager import XavierManager
 from xinference_xavier.engine.worker_side import HostWorker
+from xinference_xavier.limits import LOOK
 from xinference_xavier.pool import region
-from xinference_xavier.pool.pool import Pool
+from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import COPY_THREADS
 from xinference_xavier.replica import disk as replica_disk
+from xinference_xavier.replica import donor
 from xinference_xavier.replica.disk import Disk
+from xinference_xavier.replica.fetcher import Fetch, Fetcher
+from xinference_xavier.replica.neighbours import Neighbour
 
 RUNS = 24
 LONG_TESTS, LONG_RUNS = 20, 150
@@ -108,6 +115,50 @@ def _stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(replica_disk, "difference", _nothing)  # or its canary would tell
 
 
+def _release_when_loads_begin(patch: pytest.MonkeyPatch) -> None:
+    async def until_scheduled(
+        fetcher: Fetcher, fetch: Fetch, neighbour: Neighbour, *more: Any
+    ) -> None:
+        while True:
+            await asyncio.sleep(LOOK)
+            if any(row.pins > 1 for row in fetch.rows):
+                break
+        neighbour.loans -= 1
+        more[-1]()
+
+    patch.setattr(Fetcher, "_until_returned", until_scheduled)
+
+
+def _take_for_own(patch: pytest.MonkeyPatch) -> None:
+    unpin = Pool.unpin
+
+    def take(pool: Pool, rows: Sequence[Row]) -> None:
+        for row in rows:
+            row.is_lent = False
+        unpin(pool, rows)
+
+    patch.setattr(Pool, "unpin", take)
+
+
+def _forget_where_it_begins(patch: pytest.MonkeyPatch) -> None:
+    mapping = Neighbourhood._mapping
+
+    async def from_the_start(neighbours: Neighbourhood, name: str) -> Neighbour:
+        neighbour = await mapping(neighbours, name)
+        neighbour.first = 0
+        return neighbour
+
+    patch.setattr(Neighbourhood, "_mapping", from_the_start)
+
+
+def _forget_loans(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Neighbour, "loans", property(lambda _: 0, _nothing), raising=False)
+
+
+NEAR: dict[str, object] = {
+    "nearby": 1.0, "lent": 12, "upsets": 0.05, "arrivals": 0.6, "adaptive": False, "copies": 0.05,
+    "interrupts": 0.4, "adapters": False, "disk": None, "step_seconds": 0.1,
+}  # fmt: skip
 ADAPTERS: dict[str, object] = {
     "adapters": True, "aborts": 0.0, "forgets": 0.0, "resets": 0.0, "copies": 1.0,
     "step_seconds": 0.01, "interrupts": 0.4, "blocks": 300,
@@ -119,7 +170,7 @@ DISK: dict[str, object] = {
 MUTATIONS: dict[str, tuple[Mutation, dict[str, object]]] = {
     "stores are never voided": (
         lambda patch: patch.setattr(XavierManager, "void_store", _nothing),
-        {},
+        {"arrivals": 0.6, "aborts": 0.0, "resets": 0.0, "disk": None, "interrupts": 0.4},
     ),
     "weights change unseen": (
         lambda patch: patch.setattr(connector.XavierConnector, "_leave_weights", _nothing),
@@ -140,7 +191,15 @@ MUTATIONS: dict[str, tuple[Mutation, dict[str, object]]] = {
     ),
     "a reset frees rows that are still written": (
         _free_at_once,
-        {"resets": 0.15, "forgets": 0.0, "slots": 12, "arrivals": 0.6, "step_seconds": 0.01},
+        {
+            "resets": 0.15,
+            "forgets": 0.0,
+            "slots": 12,
+            "arrivals": 0.6,
+            "step_seconds": 0.01,
+            "transfers": 0.2,
+            "nearby": 0.0,
+        },
     ),
     "rows on the disk are not verified": (
         lambda patch: patch.setattr(region, "checksum", lambda row, key: 1),
@@ -157,6 +216,17 @@ MUTATIONS: dict[str, tuple[Mutation, dict[str, object]]] = {
     "nobody looks whether an adapter's files have changed": (
         lambda patch: patch.setattr(Unconfirmed, "is_confirmed", True),
         ADAPTERS,
+    ),
+    "a grant ends when a request begins to load its rows": (_release_when_loads_begin, NEAR),
+    "a grant of what is loaded in place expires": (
+        lambda patch: patch.setattr(donor, "math", SimpleNamespace(inf=0.0)),
+        NEAR,
+    ),
+    "rows that neighbours lend are kept like own ones": (_take_for_own, NEAR),
+    "a neighbour's slots are taken for own ones": (_forget_where_it_begins, NEAR),
+    "what a neighbour that ends has lent is unmapped at once": (
+        _forget_loans,
+        NEAR | {"upsets": 0.3, "resets": 0.0},
     ),
 }
 """Each with options under which it shows soon."""
