@@ -273,6 +273,18 @@ async def test_rows_of_another_size_are_not_mapped(
         assert "its rows have 8192 bytes, the own ones 4096" in caplog.text
 
 
+async def test_nothing_is_loaded_that_the_workers_have_mapped_no_longer(pair: Pair) -> None:
+    """The scheduler may begin a fetch at the same moment."""
+    await pair.until(lambda: pair.consumer.neighbour)
+    neighbour = pair.consumer.neighbours.get(pair.donor.name)
+    assert neighbour is not None
+    neighbour.in_place = False
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    assert (fetch.reason, fetch.committed) == ("donor gone", [])
+    await pair.until(lambda: pair.pinned == 0)
+
+
 async def test_a_reset_meanwhile_voids_what_is_lent(pair: Pair) -> None:
     await pair.until(lambda: pair.consumer.neighbour)
     fetch, ended = pair.consumer.borrow(pair.keys)

@@ -68,7 +68,7 @@ class Lender:
             tuple(row.slot for row in record.rows),
             tuple(row.checksum for row in record.rows if row.checksum is not None),
             record.expires,
-            Endpoint("127.0.0.1:1", None),
+            Endpoint("127.0.0.1:1"),
             more_is_held=len(record.rows) < len(request.keys),
             sequence=0,
         )

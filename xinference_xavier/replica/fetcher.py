@@ -40,7 +40,7 @@ from xinference_xavier.protocol.transfer import (
 from xinference_xavier.replica.canary import Audited, Canary
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.namespace import SharedNamespace
-from xinference_xavier.replica.neighbours import Neighbours
+from xinference_xavier.replica.neighbours import Neighbour, Neighbours
 from xinference_xavier.replica.reports import EventReporter, Publisher
 from xinference_xavier.replica.transfer_process import TransferProcess
 from xinference_xavier.runtime.addresses import replica_uid
@@ -217,7 +217,7 @@ class Fetcher:
         can. Raises GrantRefusedError."""
         fetch.transport = IN_PLACE
         neighbour = self._neighbours.get(peer.name)
-        if neighbour is None:
+        if neighbour is None or not neighbour.in_place:  # any more
             raise GrantRefusedError("donor gone")
         if self._peers.differs(peer.name):
             raise GrantRefusedError("not compared")
