@@ -30,8 +30,8 @@ MODEL ?=
 ARGS ?=
 
 # Of `make chaos`: seconds of faults, the schedule's seed and how many of its steps, and the transport
-# (gloo or nixl). Of `make bench`: parts of the report (default: all, more than half an hour); with
-# QUICK=1 less of each, which does not become part of the report.
+# (gloo or nixl: all rows are copied). Of `make bench`: parts of the report (default: all, more than
+# half an hour); with QUICK=1 less of each, which does not become part of the report.
 PART ?=
 QUICK ?=
 SECONDS ?=

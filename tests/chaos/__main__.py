@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.chaos.near import AUTO
 from tests.chaos.run import run
 from tests.faults import ORDERED
 
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="duration, instead of a full run")
     parser.add_argument("--steps", type=int, help="at most this many steps of the schedule")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--transport", choices=sorted(ORDERED), default="gloo")
+    parser.add_argument("--transport", choices=[AUTO, *sorted(ORDERED)], default=AUTO)
     arguments = parser.parse_args()
     seed, steps, transport = arguments.seed, arguments.steps, arguments.transport
     _say(f"seed {seed}")

@@ -20,6 +20,7 @@ from tests.chaos.disk import ROWS as DISK_ROWS
 from tests.chaos.disk import rollbacks as of_disk
 from tests.chaos.mutations import Mutation
 from tests.chaos.names import NamedPrefixes
+from tests.chaos.near import AUTO, are_neighbours
 from tests.chaos.node import Node, Settings
 from tests.chaos.tracker import LEASE, HostNode, TrackerNode
 from tests.chaos.workload import ROW_BYTES
@@ -44,10 +45,13 @@ class Cluster:
         seed: int,
         mutation: Mutation | None = None,
         pools: Mapping[str, int] = POOLS,
-        transport: str = "gloo",
+        transport: str = AUTO,
     ) -> None:
-        """`pools` maps each replica to its pool's rows; `transport` is one of `ORDERED`."""
-        self._transport = ORDERED[transport]
+        """`pools` maps each replica to its pool's rows; `transport` is `AUTO` or one of
+        `ORDERED`."""
+        self.loads_in_place = transport == AUTO
+        ordered = ORDERED.get(transport)
+        self._transport = AUTO if ordered is None else f"tests.faults:{ordered.__name__}"
         self._pools = pools
         self.folder = folder
         self._seed = seed
@@ -85,7 +89,7 @@ class Cluster:
 
     # -- replicas -----------------------------------------------------------------------------
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, takes_orders: bool = True) -> None:
         """Start a new incarnation of `name`, with its workload paused."""
         self._generations[name] += 1
         incarnation = f"{name}-{self._generations[name]}"
@@ -103,10 +107,11 @@ class Cluster:
                 "host": "127.0.0.1",
                 "fetch_timeout": FETCH_TIMEOUT,
                 "drain": DRAIN,
-                "transport": f"tests.faults:{self._transport.__name__}",
+                "transport": self._transport,
                 "disk": str(self.disk),
                 "disk_bytes": DISK_ROWS * ROW_BYTES,
             },
+            takes_orders=takes_orders,
         )
         self.nodes[name] = Node(settings)
         self.regions[incarnation] = self.nodes[name].call("region_inode")
@@ -159,6 +164,19 @@ class Cluster:
         node.kill()
         self.failed_on_killed += node.figures().get("in_flight", 0)
         self.dead.append(node)
+
+    def restart(self, name: str, takes_orders: bool = True) -> None:
+        """Kill it, and have a new incarnation share and work."""
+        self.partings += 1
+        self.kill(name)
+        self.start(name, takes_orders)
+        self.share(name)
+        self.nodes[name].call("pause", False)
+
+    def neighbours(self, incarnation: str) -> set[str]:
+        """The replicas whose rows it loads in place."""
+        known = {node.incarnation for node in self.nodes.values()}
+        return {each for each in known if self.loads_in_place and are_neighbours(each, incarnation)}
 
     def _note_transfer(self, node: Node) -> None:
         transfer = node.transfer()

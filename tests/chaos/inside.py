@@ -6,10 +6,12 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
+from tests.chaos import near
 from tests.chaos.disk import obey_orders
 from tests.chaos.mutations import Mutation, make_pool
 from tests.chaos.names import Watch, chunked
@@ -24,9 +26,10 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.index import Index
 from xinference_xavier.peers import Peers
 from xinference_xavier.pool.pool import shared_keys
-from xinference_xavier.pool.region import Region
-from xinference_xavier.pool.window import Window
+from xinference_xavier.pool.region import Region, serve_region
+from xinference_xavier.pool.window import Window, WindowServer
 from xinference_xavier.protocol.load import Load, Serving
+from xinference_xavier.replica import donor
 from xinference_xavier.replica.disk import Disk
 from xinference_xavier.replica.peer_tier import PeerTier
 from xinference_xavier.replica.replica import Replica
@@ -54,6 +57,7 @@ class Inside:
     """Each public method is a command."""
 
     def __init__(self, settings: Settings) -> None:
+        self._incarnation = settings.incarnation
         self._folder = settings.folder
         self._mutation = settings.mutation
         config = XavierConfig(**settings.config)
@@ -64,7 +68,14 @@ class Inside:
         obey_orders(stores)
         disk = Disk(stores, config.disk_bytes, config.model_uid, self.region, self.pool)
         tier = PeerTier(self.pool, Index(Peers(settings.incarnation)), disk)
-        self.worker = Worker(self.region, self._folder / "wrong")
+        self._served = serve_region(self.region, settings.incarnation)
+        self._windows = Window(self.region), Window(self.region)  # the engine's, the worker's
+        if settings.takes_orders:
+            self.take_orders()
+        near.see_one_host(settings.incarnation)
+        if settings.mutation is Mutation.LOAN:
+            donor.math = SimpleNamespace(inf=0.0)  # type: ignore[attr-defined, assignment]
+        self.worker = Worker(self._windows[1].array, self._folder / "wrong")
         self.scheduler = Scheduler(
             settings.incarnation,
             tier=tier,
@@ -84,20 +95,27 @@ class Inside:
             tier=tier,
             namespace="namespace",
             key_bytes=KEY_BYTES,
-            window=Window(self.region),
+            window=self._windows[0],
         )
         self._disk = disk
         self.replica.start()
         self._show(settings.weights)
         self.scheduler.start()
 
+    def take_orders(self) -> None:
+        self._orders = WindowServer(self._windows[1], self._incarnation, 0, slice(None), None)
+
     def _firmly_held(self) -> dict[str, int]:
         kept = self.replica.kept
         return {
-            name: sum(self.pool.lookup(key) is not None for key in prefix.keys)
+            name: sum(self._holds(key) for key in prefix.keys)
             for name, prefix in list(kept._prefixes.items())
             if name in kept._firm
         }
+
+    def _holds(self, key: bytes) -> bool:
+        row = self.pool.lookup(key)
+        return row is not None and not row.is_lent
 
     def compute(self, number: str, text: str, count: int) -> None:
         self.scheduler.call(lambda: self.scheduler.compute(number, chunks(text, count)))
@@ -128,6 +146,7 @@ class Inside:
             "failures": self.replica._client.counts.failures,
             "is_up": self.replica._client.joined.is_set() and self.replica.process.ready,
             "namespace": self.replica.namespace.current if self.replica.tier.sharing else "",
+            "mapped": [*self.replica.neighbours._mapped],
             "replica": self.replica.stats(),
         }
         fresh = self._folder / "figures.new"
@@ -179,6 +198,37 @@ class Inside:
             self._show(weights)
         return happened
 
+    # -- rows of neighbours ---------------------------------------------------------------------
+
+    def halt_load(self, lender: str, seconds: float) -> str:
+        """Let the worker stand still before it loads rows of this neighbour, or of any. Returns
+        whose rows; nothing if there is no such load within `seconds`."""
+        mapped = {
+            each.name: frozenset(range(each.first, each.first + each.rows))
+            for each in [*self.replica.neighbours._mapped.values()]
+            if lender in ("", each.name)
+        }
+        halt = self.worker.halt(frozenset().union(*mapped.values()))
+        if halt is None:
+            return ""
+        self._halt = halt
+        if not halt.begun.wait(seconds):
+            self.go_on()
+            return ""
+        return next(name for name, slots in mapped.items() if not slots.isdisjoint(halt.loading))
+
+    def go_on(self) -> None:
+        self.worker.go_on(self._halt)
+
+    def lends(self, borrower: str) -> int:
+        """How many rows it lends to this neighbour."""
+        records = {**self.replica.donor.grants._records}
+        return sum(
+            len(record.rows)
+            for (consumer, _), record in records.items()
+            if record.in_place and consumer == borrower
+        )
+
     def _in_background(self, work: Callable[..., Any], *args: Any) -> Any:
         running = asyncio.run_coroutine_threadsafe(work(*args), self.replica._thread.loop)
         return running.result(PATIENCE)
@@ -206,7 +256,9 @@ class Inside:
             "serving": set(peers.serving),
             "namespace": self.replica.namespace.current,
             "connected": self.replica._client.joined.is_set(),
-            "tasks": len(aio._running),
+            "lent": sum(row.is_lent for row in self.pool.rows()),
+            "mapped": {*self.replica.neighbours._mapped},
+            "tasks": len(aio._running) - len(self.replica.donor.lending.borrowers),
             "links": self._links(),
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "descriptors": process.num_fds(),

@@ -98,6 +98,7 @@ def _look(cluster: Cluster, before: dict[str, Size] | None = None) -> Findings:
         *_about_rows(audits),
         *_about_membership(cluster, audits),
         *_about_indexes(audits),
+        *_about_neighbours(cluster, audits),
         *_about_causes(cluster),
     ]
     sizes = {node.incarnation: _size(node, audits[node.incarnation]) for node in nodes}
@@ -151,6 +152,16 @@ def _about_indexes(audits: dict[str, Any]) -> list[str]:
         for other in audits.keys() - {incarnation}:
             if wrong := len(held[other] ^ audit["listed"].get(other, set())):
                 found.append(f"the index of {incarnation} is wrong about {wrong} chunks")
+    return found
+
+
+def _about_neighbours(cluster: Cluster, audits: dict[str, Any]) -> list[str]:
+    found = []
+    for incarnation, audit in audits.items():
+        if audit["lent"]:
+            found.append(f"{incarnation} has {audit['lent']} rows that are lent to it")
+        if audit["mapped"] != cluster.neighbours(incarnation):
+            found.append(f"{incarnation} has mapped {sorted(audit['mapped'])}")
     return found
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 
 from examples.processes import until
-from tests.chaos import disk
+from tests.chaos import disk, near
 from tests.chaos.cluster import DRAIN, FETCH_TIMEOUT, Cluster
 from tests.chaos.schedule import Step, Weights
 from tests.chaos.tracker import LEASE
@@ -92,11 +92,7 @@ def _transfer_process_stopped(cluster: Cluster, step: Step) -> bool:
 def _killed(cluster: Cluster, step: Step) -> bool:
     node = cluster.nodes[step.target]
     with cluster.membership:
-        cluster.partings += 1
-        cluster.kill(step.target)
-        cluster.start(step.target)
-        cluster.share(step.target)
-    cluster.nodes[step.target].call("pause", False)
+        cluster.restart(step.target)
     return until(lambda: not cluster.is_member(node.incarnation), 4 * LEASE, 0.1)
 
 
@@ -254,6 +250,7 @@ REPLICA_KINDS: Mapping[str, tuple[int, Kind]] = {
     "replica reset": (60, _reset),
     "rows of other weights": (15, _computes_otherwise(wrong_rows=True)),
     "wrong sketch": (15, _computes_otherwise(wrong_rows=False)),
+    **{kind: (12, inject) for kind, inject in near.KINDS.items()},
 }
 """Kinds of faults of one replica: how often each occurs relative to the others, and how."""
 

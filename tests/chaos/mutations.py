@@ -19,6 +19,8 @@ class Mutation(StrEnum):
     """The canaries of all weights look alike."""
     FIRM = "firm"
     """What is kept firmly is evicted like everything else."""
+    LOAN = "loan"
+    """What is loaded in place is granted for a moment only."""
 
 
 class _WithoutQuarantine(Pool):

@@ -22,8 +22,14 @@ PRELOAD = "tests.chaos.inside"
 """What the process imports that all are forked from."""
 
 
+def host_of(incarnation: str) -> int:
+    """Replicas with odd numbers act as if they were on another host than those with even ones."""
+    return int(incarnation.partition("-")[0].strip("n")) % 2
+
+
 class Settings(NamedTuple):
-    """`folder` holds the orders to the node and its figures."""
+    """`folder` holds the orders to the node and its figures. Unless it `takes_orders`, its worker
+    maps no neighbours until it is told to."""
 
     incarnation: str
     rows: int
@@ -32,6 +38,7 @@ class Settings(NamedTuple):
     seed: int
     mutation: Mutation | None
     config: dict[str, Any]
+    takes_orders: bool = True
 
 
 def _run(pipe: Connection, settings: Settings) -> None:

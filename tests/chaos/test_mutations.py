@@ -6,6 +6,7 @@ Each run is rich in the faults that the safeguard is for, and ends as soon as so
 import pytest
 
 from tests.chaos.mutations import Mutation
+from tests.chaos.near import AUTO
 from tests.chaos.run import run
 
 pytestmark = pytest.mark.long
@@ -21,11 +22,13 @@ CASES = {
     Mutation.PIN: (["donor is slow"], "rows arrived damaged"),
     Mutation.CANARY: (["rows of other weights"], "wrong"),
     Mutation.FIRM: (["donor is slow"], "chunks of hard names were evicted"),
+    Mutation.LOAN: (["replica reset while it borrows"], "wrong bytes"),
 }
 
 
 @pytest.mark.parametrize("mutation", list(Mutation))
 def test_a_run_without_the_safeguard_fails_and_names_the_damage(mutation: Mutation) -> None:
     kinds, said = CASES[mutation]
-    report = run(SEED, SECONDS, only=kinds, mutation=mutation, pools=POOLS)
+    transport = AUTO if mutation is Mutation.LOAN else "gloo"
+    report = run(SEED, SECONDS, only=kinds, mutation=mutation, pools=POOLS, transport=transport)
     assert any(said in failure for failure in report.failures()), report.failures()

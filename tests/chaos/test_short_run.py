@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.chaos.near import AUTO
 from tests.chaos.run import run
 
 pytestmark = pytest.mark.process
@@ -10,7 +11,7 @@ SEED = 20261121
 STEPS = 60
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("nixl", marks=pytest.mark.long)])
+@pytest.mark.parametrize("transport", [AUTO, pytest.param("nixl", marks=pytest.mark.long)])
 def test_a_short_run_leaves_no_wrong_byte_no_failed_request_and_nothing_behind(
     transport: str,
 ) -> None:
