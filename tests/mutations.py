@@ -582,8 +582,8 @@ MUTATIONS = (
     ),
     Mutation(
         "replica/fetcher.py",
-        "                if not any(row.pins for row in fetch.rows):\n",
-        "                if fetch.rows:\n",
+        "            if not any(row.pins for row in fetch.rows):\n",
+        "            if fetch.rows:\n",
         "a row changes under a load that takes longer than a moment",
         ("tests/replica/test_neighbours.py",),
     ),
