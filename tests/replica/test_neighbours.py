@@ -20,7 +20,7 @@ from tests.harness.replicas import content, fresh_keys
 from tests.replica.consumers import NEVER, Consumer, fill
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.pool.region import Region, serve_region
-from xinference_xavier.pool.window import WindowServer
+from xinference_xavier.pool.window import Order, WindowServer
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest, PullResult
 from xinference_xavier.replica import fetcher as fetcher_module
 from xinference_xavier.replica import neighbours as module
@@ -207,6 +207,36 @@ async def test_a_release_that_does_not_arrive_is_repeated(pair: Pair) -> None:
     assert pair.pinned == 4
     pair.donor.releases_arrive.set()
     await pair.until(lambda: pair.pinned == 0)
+
+
+async def test_a_peer_that_is_looked_for_again_meanwhile_gets_its_release(pair: Pair) -> None:
+    """Another call to it has failed."""
+    await pair.until(lambda: pair.consumer.neighbour)
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    pair.consumer.peers[pair.donor.name].actor = None
+    pair.consumer.pool.unpin(fetch.committed)
+    await pair.until(lambda: pair.pinned == 0)
+
+
+async def test_a_pool_that_a_worker_has_not_unmapped_yet_is_remembered(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory would not be free."""
+    await pair.until(lambda: pair.consumer.neighbour)
+    obeyed, refusals = pair.consumer.neighbours._obeyed, [TimeoutError(), OSError()]
+
+    async def obey(rank: int, order: Order) -> None:
+        if refusals:
+            raise refusals.pop()
+        await obeyed(rank, order)
+
+    monkeypatch.setattr(pair.consumer.neighbours, "_obeyed", obey)
+    pair.donor.end()
+    await pair.until(lambda: len(refusals) == 1)
+    assert pair.consumer.neighbours.mapped_bytes
+    await pair.until(lambda: not pair.consumer.neighbours.mapped_bytes)
+    assert not refusals
 
 
 async def test_what_a_consumer_has_is_free_once_its_process_has_ended(pair: Pair) -> None:

@@ -21,7 +21,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -242,7 +242,7 @@ class Neighbours:
         first, rows = neighbour.first, neighbour.rows
         seconds = START_DEADLINE + rows * self.window.row_bytes / _MAPPED_PER_SECOND
         async with Rollback() as scope:
-            scope.undo(self._withdraw, neighbour)
+            scope.undo(self._order, Order(first, rows), CALL_DEADLINE)
             await self._order(Order(first, rows, neighbour.name), seconds)
             scope.commit()
         neighbour.in_place = True
@@ -257,16 +257,18 @@ class Neighbours:
         return first
 
     async def _unmap(self, neighbour: Neighbour) -> None:
+        """Its memory is free once nobody has it mapped any more, so it is remembered until then."""
+        first, rows = neighbour.first, neighbour.rows
         self._peers.map(neighbour.name, None)
+        if neighbour.in_place:
+            try:
+                await self._order(Order(first, rows), CALL_DEADLINE)
+            except (RegionError, OSError, TimeoutError) as error:
+                logger.warning("pool is still mapped: peer=%s error=%r", neighbour.name, error)
+                return
         del self._mapped[neighbour.name]
         neighbour.connection.close()
-        self.window.unmap(neighbour.first, neighbour.rows)
-        await self._withdraw(neighbour)
-
-    async def _withdraw(self, neighbour: Neighbour) -> None:
-        order = Order(neighbour.first, neighbour.rows)
-        with suppress(RegionError, OSError, TimeoutError):  # the worker does it later, or has ended
-            await self._order(order, CALL_DEADLINE)
+        self.window.unmap(first, rows)
 
     async def _order(self, order: Order, seconds: float) -> None:
         """Have all workers obey. Raises RegionError, OSError, TimeoutError."""
