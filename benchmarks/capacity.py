@@ -20,10 +20,10 @@ from tests.harness.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts
 ENGINES = 3
 ROWS = 96
 """Of each pool."""
-CHUNKS = 16
+CHUNKS = 19
 """Of each prefix."""
 ROUNDS = 2
-QUICK = {"ENGINES": 2, "ROWS": 32}
+QUICK = {"ENGINES": 2, "ROWS": 32, "CHUNKS": 16}
 WAYS = {"in place": "auto", "copied": "gloo"}
 _ROW_BYTES = 2 << 20  # of the benchmarks' model
 _SPARE = 64  # an engine keeps one row in so many free
