@@ -19,9 +19,9 @@ from tests.harness.engines import ALWAYS_FETCH, CHUNK, Fleet, Kind, Prompts
 
 ENGINES = 3
 ROWS = 96
-"""Of each pool."""
+"""The size of each pool."""
 CHUNKS = 19
-"""Of each prefix."""
+"""The length of each prefix."""
 ROUNDS = 2
 QUICK = {"ENGINES": 2, "ROWS": 32, "CHUNKS": 16}
 WAYS = {"in place": "auto", "copied": "gloo"}

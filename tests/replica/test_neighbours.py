@@ -36,8 +36,7 @@ ROWS, ROW_BYTES = 8, 4096
 
 
 class Replica(Consumer):
-    """With one worker, whose window is the engine's, as in the benchmarks. It fetches from
-    `source`."""
+    """Its one worker has the engine's window. It fetches from `source`."""
 
     def __init__(self, host: AsyncExitStack, rows: int = ROWS, row_bytes: int = ROW_BYTES) -> None:
         self.name = uuid.uuid4().hex
@@ -77,7 +76,7 @@ class Replica(Consumer):
         self._open.callback(self._lending.close)
 
     def end(self) -> None:
-        """As the kernel does to a process."""
+        """Close what its process has open."""
         self._lending.close()
         for connection in self.donor.lending.borrowers.values():
             connection.close()
@@ -265,7 +264,7 @@ async def test_a_donor_that_has_ended_stays_mapped_while_its_rows_are_loaded(pai
 
 
 async def test_a_peer_that_is_forgotten_and_comes_back_is_a_neighbour_still(pair: Pair) -> None:
-    """As after new weights. To map it anew would take seconds for each GiB."""
+    """New weights do that. To map it anew would take seconds for each GiB."""
     await pair.until(lambda: pair.consumer.neighbour)
     mapped = pair.consumer.neighbours.get(pair.donor.name)
     pair.consumer.index.clear()

@@ -207,7 +207,7 @@ class Neighbours:
             self._peers.map(each.name, each.first if each.in_place and not each.is_gone else None)
 
     async def _map(self, name: str) -> None:
-        """For the engine first, then for its workers."""
+        """Map the peer's pool for the engine, then for its workers."""
         began = time.monotonic()
         try:
             if name not in self._mapped:
