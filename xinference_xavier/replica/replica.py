@@ -25,7 +25,7 @@ from xinference_xavier.limits import START_DEADLINE, TICK
 from xinference_xavier.options import TRANSPORTS
 from xinference_xavier.peers import SHARED_MEMORY
 from xinference_xavier.pool.window import Window
-from xinference_xavier.protocol.load import Drain, Load, RequestReport
+from xinference_xavier.protocol.load import MAX_NEAR, Drain, Load, RequestReport
 from xinference_xavier.protocol.prefixes import Kept
 from xinference_xavier.protocol.tracker import pack, replica_name
 from xinference_xavier.protocol.transfer import Endpoint, Grant, GrantRequest
@@ -353,7 +353,7 @@ class Replica:
 
     def _load(self) -> Load | None:
         load = self.engine.load()
-        return load and load._replace(near=self.peers.near)
+        return load and load._replace(near=self.peers.near[:MAX_NEAR])
 
     def stats(self) -> dict[str, Any]:
         """`ReplicaStats` as JSON, without a call to another process."""
