@@ -238,6 +238,17 @@ async def test_a_pool_that_a_worker_has_not_unmapped_yet_is_remembered(
     assert not refusals
 
 
+async def test_a_row_that_cannot_be_verified_is_released_all_the_same(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pair.until(lambda: pair.consumer.neighbour)
+    monkeypatch.setattr(pair.consumer.neighbours, "checksum", None)
+    fetch, ended = pair.consumer.borrow(pair.keys)
+    await ended
+    pair.consumer.pool.unpin(fetch.committed)
+    await pair.until(lambda: pair.pinned == 0)
+
+
 async def test_what_a_consumer_has_is_free_once_its_process_has_ended(pair: Pair) -> None:
     await pair.until(lambda: pair.consumer.neighbour)
     _, ended = pair.consumer.borrow(pair.keys)
