@@ -106,14 +106,20 @@ def left_memory() -> set[str]:
 
 
 @contextlib.contextmanager
-def nothing_stays(model: Model) -> Iterator[None]:
-    """No process, port, region, shared memory, model or tracker of the block outlives it."""
+def nothing_stays(model: Model) -> Iterator[Callable[[], None]]:
+    """No process, port, region, shared memory, model or tracker of the block outlives it. It gets a
+    call that waits until one of its replicas has created its region."""
     cluster = model.cluster
-    before, memory = set(cluster.processes()), left_memory()
-    assert not regions(cluster)
-    yield
+    before, memory, others = set(cluster.processes()), left_memory(), regions(cluster)
+
+    def wait_for_a_region() -> None:
+        wait_for_engine(lambda: regions(cluster) > others, "a replica has created its region")
+
+    yield wait_for_a_region
     processes.wait_gone(set(cluster.processes()) - before, ENDED)  # and their ports with them
-    wait_until(lambda: not regions(cluster) and left_memory() <= memory, "no shared memory is left")
+    wait_until(
+        lambda: regions(cluster) <= others and left_memory() <= memory, "no shared memory is left"
+    )
     assert model.is_gone()
 
 
@@ -121,10 +127,6 @@ def nothing_stays(model: Model) -> Iterator[None]:
 def launching(model: Model, replica: int, **more: object) -> Iterator[Future[None]]:
     with ThreadPoolExecutor(1) as threads:
         yield threads.submit(model.launch, "fragile", replica=replica, **SMALL, **more)
-
-
-def wait_for_a_region(model: Model) -> None:
-    wait_for_engine(lambda: bool(regions(model.cluster)), "a replica has created its region")
 
 
 def appeared(replica: str) -> psutil.Process:
@@ -154,12 +156,12 @@ def test_a_second_replica_that_cannot_load_takes_the_first_along(
 ) -> None:
     """Its weights, memory or a module is missing: the user reads which."""
     with (
-        nothing_stays(model),
+        nothing_stays(model) as wait_for_a_region,
         contextlib.ExitStack() as damage,
         launching(model, 2, trust_remote_code=True) as launch,
     ):
         with processes.frozen([appeared(model.second)]):
-            wait_for_a_region(model)
+            wait_for_a_region()
             damage.enter_context(damaged(folder))
         with pytest.raises(ClusterError) as failure:
             launch.result()
@@ -170,11 +172,11 @@ def test_a_launch_that_hangs_and_is_cancelled_leaves_nothing(model: Model) -> No
     """It hangs between the creation of a region and the readiness of its engine. Neither xinference
     nor vLLM has a time limit there, so only a cancellation ends it."""
     with (
-        nothing_stays(model),
+        nothing_stays(model) as wait_for_a_region,
         launching(model, 2) as launch,
         processes.frozen([appeared(model.second)]),
     ):
-        wait_for_a_region(model)
+        wait_for_a_region()
         model.cluster.call("POST", f"/v1/models/{model.uid}/cancel")
         with pytest.raises(ClusterError):
             launch.result()
@@ -183,9 +185,9 @@ def test_a_launch_that_hangs_and_is_cancelled_leaves_nothing(model: Model) -> No
 def test_an_engine_killed_before_it_is_ready_leaves_nothing_and_the_uid_is_free(
     model: Model,
 ) -> None:
-    with nothing_stays(model):
+    with nothing_stays(model) as wait_for_a_region:
         with launching(model, 1) as launch:
-            wait_for_a_region(model)
+            wait_for_a_region()
             processes.kill(processes.of_replica(model.first).engine)
             with pytest.raises(ClusterError, match="Engine core"):
                 launch.result()

@@ -93,6 +93,21 @@ def test_a_row_that_many_ask_for_is_promised_to_all(pool: Pool, grants: Grants) 
     assert grants.granted_rows == pinned(pool) == 0
 
 
+def test_a_load_in_place_gets_all_its_rows_or_none(pool: Pool, grants: Grants) -> None:
+    """It keeps them until its end, and a part of a prefix may be of no use."""
+    grants.grant(asked("copies", [A, B]), 0)
+    assert [row.key for row in grants.grant(asked("near", [C, D], near=True), 0).rows] == [C, D]
+
+
+def test_what_is_granted_already_is_granted_to_others_too(pool: Pool, grants: Grants) -> None:
+    grants.grant(asked("one", [A, B, C]), 0)
+    assert [row.key for row in grants.grant(asked("two", [A, B, C]), 0).rows] == [A, B, C]
+    with pytest.raises(GrantRefusedError, match="busy"):
+        grants.grant(asked("two", [B, D], 2), 0)
+    grants.release("one", 1)
+    assert grants.granted_rows == pinned(pool) == 3
+
+
 def test_an_expired_promise_makes_room(pool: Pool, grants: Grants) -> None:
     grants.grant(asked("gone", [A, B, C]), 0)
     with pytest.raises(GrantRefusedError):

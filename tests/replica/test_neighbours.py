@@ -143,7 +143,7 @@ class Pair:
 
 @pytest.fixture
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr(fetcher_module, "LOOK", 0.001)
+    monkeypatch.setattr(fetcher_module, "LOAN_LOOK", 0.001)
     async with AsyncExitStack() as host:
         pair = Pair(host)
         await pair.open()

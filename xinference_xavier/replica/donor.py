@@ -71,8 +71,8 @@ class Checksums:
 
 
 class Donor:
-    """Grants at most half of the pool at a time. A grant of rows to be copied lasts `lifetime`
-    seconds."""
+    """Grants while less than half of the pool is granted. A grant of rows to be copied lasts
+    `lifetime` seconds."""
 
     def __init__(
         self,
@@ -148,11 +148,12 @@ _Name = tuple[str, int]
 
 
 class Grants:
-    """Grants of at most `max_rows` rows at a time.
+    """Grants further rows while fewer than `max_rows` are granted.
 
     Rows that are copied are granted for `lifetime` seconds, and as long as the consumer is a
-    member. What loads rows in place cannot be stopped, so those stay until they are released or
-    the borrower's process has ended.
+    member: as many as there is room for, since the rest can follow. A load in place gets all that
+    it asks for, as it keeps them until its end. It cannot be stopped, so its rows stay until they
+    are released or the borrower's process has ended.
     """
 
     def __init__(
@@ -180,14 +181,20 @@ class Grants:
         already, or nobody waits for these any more."""
         self.expire(now)
         consumer, number, in_place = request.consumer, request.number, request.in_place
-        room = self._max_rows - self.granted_rows
-        if room <= 0:
-            raise GrantRefusedError("busy")
         if in_place and consumer not in self._borrowers:
             raise GrantRefusedError("donor gone")
         if in_place and number <= self._given_up.get(consumer, -1):
             raise GrantRefusedError("reset")
-        rows = self._pool.pin_shared(request.keys[:room])
+        rows = self._pool.pin_shared(request.keys)
+        room = self._max_rows - self.granted_rows
+        new = [row for row in rows if row not in self._granted]
+        if new and room <= 0:
+            self._pool.unpin(rows)
+            raise GrantRefusedError("busy")
+        if not in_place and len(new) > room:
+            end = rows.index(new[room])
+            self._pool.unpin(rows[end:])
+            rows = rows[:end]
         record = GrantRecord(rows, in_place, math.inf if in_place else now + self._lifetime)
         if rows:
             self._records[consumer, number] = record

@@ -24,7 +24,7 @@ import xoscar
 
 from xinference_xavier.errors import REFUSALS, GrantRefusedError, XavierError
 from xinference_xavier.index import Index
-from xinference_xavier.limits import CALL_DEADLINE, LOOK
+from xinference_xavier.limits import CALL_DEADLINE
 from xinference_xavier.peers import DISK, IN_PLACE, SHARED_MEMORY, Peer, Peers
 from xinference_xavier.pool.pool import Pool, Row
 from xinference_xavier.protocol.sketches import Difference
@@ -52,6 +52,9 @@ from xinference_xavier.stats.schema import FetchStats, ReplicaFetches
 logger = logging.getLogger(__name__)
 
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
+LOAN_LOOK = 0.02
+"""Seconds between two looks whether vLLM has loaded what a neighbour lends. A load takes a tenth of
+a second, and meanwhile the neighbour lends the rows of half of its pool at most."""
 
 
 class FetchState(Enum):
@@ -242,7 +245,7 @@ class Fetcher:
         except Exception:  # the grant must end all the same
             self._conditions.warn("verify", "no row was verified", exc_info=True)
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(LOAN_LOOK)
             if not any(row.pins for row in fetch.rows):
                 break
         neighbour.loans -= 1

@@ -112,7 +112,7 @@ def test_it_needs_two_replicas(browser: Browser, stage: Stage) -> None:
     browser.wait(lambda: "First enter the number of replicas" in dialog.note, "it needs a number")
     assert not dialog.switch.is_enabled()
     dialog.set_replicas(1)
-    browser.wait(lambda: "copies a prefix" in dialog.note, "it says what sharing is")
+    browser.wait(lambda: "uses a prefix" in dialog.note, "it says what sharing is")
     dialog.switch.click()
     assert "shares nothing until" in dialog.note
     dialog.set_replicas(2)
@@ -164,7 +164,7 @@ def test_which_xavier_a_launch_uses_can_be_chosen(browser: Browser, stage: Stage
     dialog.choose_backend("built into xinference")
     browser.wait(lambda: "built into xinference" in dialog.note, "the note says who gets it")
     dialog.choose_backend("xinference-xavier")
-    browser.wait(lambda: "copies a prefix" in dialog.note, "it is ours again")
+    browser.wait(lambda: "uses a prefix" in dialog.note, "it is ours again")
     dialog.choose_backend("built into xinference")
     dialog.deploy()
     body = launched(browser, stage)
