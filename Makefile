@@ -160,11 +160,14 @@ coverage: venv
 mutations: venv
 	$(BIN)/python -m tests.mutations $(NUMBERS)
 
-# Apart, because clusters stay until the end of a run: all at once do not fit into 24 GiB.
+# Apart, because clusters and what they serve stay until the end of a run: all at once do not fit
+# into 24 GiB.
 HOSTS := tests/e2e/test_hosts.py tests/e2e/test_two_hosts.py
+ONE_LAUNCH := tests/e2e/one_launch
 
 test-long: system venv
-	$(BIN)/python -m pytest -m long tests/e2e $(HOSTS:%=--ignore %)
+	$(BIN)/python -m pytest -m long tests/e2e $(ONE_LAUNCH:%=--ignore %) $(HOSTS:%=--ignore %)
+	$(BIN)/python -m pytest -m long $(ONE_LAUNCH)
 	$(BIN)/python -m pytest -m long $(HOSTS)
 	$(BIN)/python -m pytest -m long --ignore tests/e2e
 

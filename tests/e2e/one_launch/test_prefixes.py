@@ -13,7 +13,7 @@ from examples.local_cluster import LocalCluster
 from examples.make_model import Shape, make_model
 from tests.e2e.conftest import launched
 from tests.e2e.model import ROWS, TIMEOUT, Model, wait_until
-from tests.e2e.one_launch.conftest import UID
+from tests.e2e.one_launch.conftest import UID, launch_by_command_line
 from tests.e2e.text_routes import CHAT, COMPLETIONS, TEXT_ROUTES, body_of
 from tests.harness import processes
 from xinference_xavier.client import XavierClient
@@ -152,13 +152,17 @@ def test_names_survive_a_launch_with_other_weights(
     model.cluster.terminate(UID)
     model.cluster.register(make_model(tmp_path / "other", OTHER_WEIGHTS), "other")
     model.launch("other")
-    found = kept(client, "report")
-    assert (found.created, found.tokens) == (before.created, before.tokens)
-    assert found.replicas.keys() == {model.first, model.second}
-    whole = ask(model, COMPLETIONS, REPORT + "What is this?", cache_salt="cold").json()
-    answer = ask(model, COMPLETIONS, "What is this?", prefix_name="report").json()
-    assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens
+    try:
+        found = kept(client, "report")
+        assert (found.created, found.tokens) == (before.created, before.tokens)
+        assert found.replicas.keys() == {model.first, model.second}
+        whole = ask(model, COMPLETIONS, REPORT + "What is this?", cache_salt="cold").json()
+        answer = ask(model, COMPLETIONS, "What is this?", prefix_name="report").json()
+        assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.9 * found.tokens
+    finally:  # later tests rely on how it was launched
+        model.cluster.terminate(UID)
+        launch_by_command_line(model.cluster)
 
 
 @pytest.mark.long
