@@ -393,6 +393,12 @@ class Peers(ScriptedTier):
     async def _in_thread(self, work: Callable[..., Any], *args: object) -> Any:
         return await self.loop.run_in_executor(self._threads, work, *args)
 
+    def answer(self) -> None:
+        """Whoever was asked answers now: what is answered too late is asked again."""
+        for calls in self._asked:
+            calls.shutdown()
+        self.loop.go_on()
+
     def is_at_rest(self) -> bool:
         self.loop.go_on()
         in_flight = self.arriving or self.joining or self._fetcher.counts.in_flight

@@ -130,13 +130,12 @@ class Simulation:
         self._wait()
 
     def _wait(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Whoever was asked answers in time: what is answered too late is asked again."""
         replica = self._replica
-        self._options.transfers = 1.0
         for _ in range(_PATIENCE):
+            replica.peers.answer()
             if replica.peers.is_at_rest() and not replica.sending and until():
                 return
-            replica.clock.now += 0.1
+            replica.clock.now += 1.0
             replica.background()
         raise AssertionError("something goes on for ever")
 
