@@ -93,7 +93,7 @@ def test_a_row_that_many_ask_for_is_promised_to_all(pool: Pool, grants: Grants) 
     assert grants.granted_rows == pinned(pool) == 0
 
 
-def test_a_load_in_place_gets_all_its_rows_or_none(pool: Pool, grants: Grants) -> None:
+def test_a_load_in_place_gets_all_its_rows(pool: Pool, grants: Grants) -> None:
     """It keeps them until its end, and a part of a prefix may be of no use."""
     grants.grant(asked("copies", [A, B]), 0)
     assert [row.key for row in grants.grant(asked("near", [C, D], near=True), 0).rows] == [C, D]

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _REPORT_TIME = 0.1  # seconds before the deadline, left for the report of the rows that arrived
 LOAN_LOOK = 0.02
 """Seconds between two looks whether vLLM has loaded what a neighbour lends. A load takes a tenth of
-a second, and meanwhile the neighbour lends the rows of half of its pool at most."""
+a second, and a neighbour that has lent half of its pool lends no other rows meanwhile."""
 
 
 class FetchState(Enum):
