@@ -270,7 +270,8 @@ class Scheduling:
         None defers the request. `asked` is for `begin_lookups`. The caller ends the step with
         `end_step`.
         """
-        self.manager.begin_lookups(request.req_id, own_prefix * CHUNK, **asked)
+        if not self.manager.begin_lookups(request.req_id, own_prefix * CHUNK, **asked):
+            return None
         return prefix_scan(self.manager.lookup, request.keys[own_prefix:], request.context)
 
     def attempt(self, request: Request, own_prefix: int = 0, **asked: Any) -> int | None:

@@ -217,10 +217,12 @@ class TestSlowFiles:
         process.kill()
         assert process.exitcode == 0
 
+    @pytest.mark.parametrize("count", [0, 4])
     def test_a_request_waits_until_they_are_looked_at(
-        self, vllm: Scheduling, tmp_path: Path
+        self, vllm: Scheduling, tmp_path: Path, count: int
     ) -> None:
-        lora, asked = request(adapter(tmp_path / "a")), vllm.ask(4)
+        """A prompt of no whole chunk as well: vLLM would load the adapter for it."""
+        lora, asked = request(adapter(tmp_path / "a")), vllm.ask(count)
         with hanging(vllm.manager.adapters):
             assert vllm.attempt(asked, lora_request=lora) is None
         settle(vllm.manager.adapters)

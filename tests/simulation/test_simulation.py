@@ -213,6 +213,10 @@ MUTATIONS: dict[str, tuple[Mutation, dict[str, object]]] = {
         lambda patch: patch.setattr(Look, "replaces", False),
         ADAPTERS,
     ),
+    "vLLM loads an adapter before anybody has looked at its files": (
+        lambda patch: patch.setattr(Look, "is_awaited", lambda *_: False),
+        ADAPTERS,
+    ),
     "nobody looks whether an adapter's files have changed": (
         lambda patch: patch.setattr(Unconfirmed, "is_confirmed", True),
         ADAPTERS,

@@ -81,6 +81,13 @@ class Look:
     too_late: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 
+    def is_awaited(self, now: float) -> bool:
+        """True if vLLM must not load the adapter yet, not even for a prompt without a chunk."""
+        if not (self.ended.is_set() or self.too_late):
+            self.too_late = now >= self.deadline
+            return not self.too_late
+        return False
+
     @property
     def hangs(self) -> bool:
         return self.too_late and not self.ended.is_set()

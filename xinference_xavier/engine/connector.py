@@ -156,7 +156,7 @@ class XavierConnector(WorkerSide):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._asked = True
-        self._manager.begin_lookups(
+        begun = self._manager.begin_lookups(
             request.request_id,
             num_computed_tokens,
             request.lora_request,
@@ -166,6 +166,8 @@ class XavierConnector(WorkerSide):
             reuses_parts=self._cache.coordinator.enable_partial_hash_hits,
         )
         self._found(request, num_computed_tokens)
+        if not begun:
+            return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     @guarded(nothing)

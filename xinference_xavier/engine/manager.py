@@ -162,10 +162,11 @@ class XavierManager(OffloadingManager):
         salt: str | None = None,
         ambiguous: bool = False,
         reuses_parts: bool = False,
-    ) -> None:
+    ) -> bool:
         """vLLM has `prefix_tokens` of the request in its own cache and looks up the rest. If its
         keys are `ambiguous`, another prompt can have them, too. If it `reuses_parts` of blocks, it
-        does not tell of which."""
+        does not tell of which. False if it must ask again later, before it schedules the request
+        and loads its adapter."""
         request = self.requests[req_id]
         reuses = prefix_tokens > 0 or reuses_parts
         request.looked_up(prefix_tokens, reuses, self._prefix_cache_is_stale)
@@ -181,20 +182,21 @@ class XavierManager(OffloadingManager):
                 self._all_share = False
                 if request.adapter is None:
                     request.adapter = self.adapters.look(lora_request)
-                    request.see_adapter()
                 else:
                     self.adapters.look_again(lora_request)
+                if request.adapter.is_awaited(self._clock()):
+                    return False
+                request.see_adapter()
         except Exception:
             self.errors.caught("begin_lookups")
             request.excluded, self._all_share = True, False
+        return True
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         try:
             row_key: bytes = key
             if not self._all_share:
                 request = _request_of(req_context)
-                if (waits := self.tier_lookup.wait_for_adapter(key, request)) is not None:
-                    return waits
                 if not request.shares:
                     return MISS
                 row_key = request.row_key(key)

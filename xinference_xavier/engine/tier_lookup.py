@@ -80,20 +80,6 @@ class TierLookup:
         request.deadline = None  # it bounds only fetches
         return self._defer(key, request)
 
-    def wait_for_adapter(self, key: bytes, request: Request) -> LookupResult | None:
-        """The answer while nobody has looked at the files of the request's adapter; None then."""
-        look = request.adapter
-        if look is None or look.too_late or look.ended.is_set():
-            if request.digest is None:
-                request.see_adapter()
-            return None
-        if request.is_deferred(key):
-            return MISS
-        if self._clock() >= look.deadline:
-            look.too_late = True
-            return None
-        return self._defer(key, request)
-
     def end_pass(self) -> PassEnd:
         """The scheduler has made all lookups of this step: begin the planned fetches."""
         if not (self._attempts or self._fetches):
