@@ -361,24 +361,26 @@ class Peers(ScriptedTier):
         return lender
 
     async def _actor(self, address: str, uid: str) -> Actor:
-        """A peer gets a question even if nobody waits for the answer any more."""
+        """A peer gets a question even if nobody waits for the answer any more, but not one that was
+        for a process of the same name before it."""
         name = next(name for name in PEERS if uid == replica_uid(name))
         questions, releases = Calls(), Calls()
         self._asked += [questions, releases]
 
         async def ask(calls: Calls, work: Callable[..., Any], *args: object) -> Any:
-            answering = self.loop.run_in_executor(calls, work, *args)
+            answering = self.loop.run_in_executor(calls, work, self.lenders.get(name), *args)
             answering.add_done_callback(retrieve)
             return await asyncio.shield(answering)
 
         return Actor(
-            partial(ask, questions, self._grant, name), partial(ask, releases, self._release, name)
+            partial(ask, questions, partial(self._grant, name)),
+            partial(ask, releases, self._release),
         )
 
-    def _grant(self, name: str, request: GrantRequest) -> Grant:
+    def _grant(self, name: str, lender: Lender | None, request: GrantRequest) -> Grant:
         if self._rng.random() < 0.05:
             raise ConnectionResetError("the connection is lost")
-        if (lender := self.lenders.get(name)) is None:
+        if lender is None:
             raise GrantRefusedError("donor gone")
 
         def write(row: Memory, key: bytes) -> None:
@@ -386,8 +388,9 @@ class Peers(ScriptedTier):
 
         return lender.grant(request, self.holdings[name], write, self._clock())
 
-    def _release(self, name: str, number: int) -> None:
-        if (lender := self.lenders.get(name)) is not None:
+    @staticmethod
+    def _release(lender: Lender | None, number: int) -> None:
+        if lender is not None:
             lender.release(number)
 
     async def _in_thread(self, work: Callable[..., Any], *args: object) -> Any:
