@@ -154,6 +154,14 @@ def test_a_neighbour_is_asked_first_and_alone(vllm: Engine) -> None:
     assert len(vllm.tier.fetches[-1].rows) == 6
 
 
+@pytest.mark.parametrize(("adaptive", "hits"), [(True, None), (False, 0)])
+def test_a_single_chunk_is_lent_unless_a_number_forbids_it(
+    vllm: Engine, adaptive: bool, hits: int | None
+) -> None:
+    vllm.manager.selection.adaptive = adaptive
+    assert vllm.attempt(vllm.ask(1, a=1)) == hits
+
+
 def learn(vllm: Engine, peer: str, seconds: float) -> None:
     for number in range(3):
         keys = chunks(f"{peer} {number}", 4)

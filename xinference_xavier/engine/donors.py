@@ -90,8 +90,9 @@ class DonorSelection:
                 limit = reach.ends[int(in_time)] - 1
                 reach = self._reach(request, groups, eligible, limit)
         start, end, _, keys, _ = reach
-        is_long = bool(keys) and end - start >= self.min_tokens
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
+        is_lent = self.adaptive and bool(fast) and fast[0].is_neighbour
+        is_long = bool(keys) and (is_lent or end - start >= self.min_tokens)
         if is_long and (fast or not donors):
             fast = fast[: self._count_donors(fast, len(keys), busy)]
             return FetchPlan(fast, keys, self.prefill_seconds(start, end))
