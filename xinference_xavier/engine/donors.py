@@ -60,7 +60,7 @@ class DonorSelection:
         adaptive: bool,
     ) -> None:
         """Hits that save fewer than `min_fetch_tokens` are not worth a fetch. Unless `adaptive`,
-        all others are, without a prediction."""
+        all others are, without a prediction. If `adaptive`, neighbours lend fewer, too."""
         self.adaptive = adaptive
         self.prefill_seconds = prefill_rate.seconds
         self.min_tokens = min_fetch_tokens
