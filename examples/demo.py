@@ -246,7 +246,7 @@ def show(report: dict[str, Any]) -> None:
         "remote hit",
         "local hit",
         "reused tokens",
-        "moved",
+        "received",
         "same tokens",
         "Δ logprob",
     ):
@@ -258,7 +258,7 @@ def show(report: dict[str, Any]) -> None:
             f"{entry['remote_hit_s']:.3f} s",
             f"{entry['local_hit_s']:.3f} s",
             str(entry["remote_cached_tokens"]),
-            f"{entry['bytes_moved'] / 2**20:.0f} MiB",
+            f"{entry['bytes_received'] / 2**20:.0f} MiB",
             "yes" if entry["remote_tokens_equal"] else "NO",
             f"{entry['remote_logprobs_max_abs_diff']:.0e}",
         )

@@ -97,7 +97,7 @@ class Measurement:
         if reused < MIN_REUSED * whole:
             found.append(f"the remote hit reused {reused} of {whole} tokens in whole chunks")
         if self.remote.bytes_received != expected:
-            found.append(f"{self.remote.bytes_received} bytes moved instead of {expected}")
+            found.append(f"{self.remote.bytes_received} bytes received instead of {expected}")
         # vLLM's own cache counts blocks, and several of them may make one of our chunks.
         if self.local.cached_tokens // self.chunk_tokens != reused // self.chunk_tokens:
             found.append(
@@ -116,7 +116,7 @@ class Measurement:
             "local_hit_s": self.local_hit_s,
             "remote_hit_s": self.remote_hit_s,
             "remote_cached_tokens": self.remote.completion.cached_tokens,
-            "bytes_moved": self.remote.bytes_received,
+            "bytes_received": self.remote.bytes_received,
             "remote_tokens_equal": self.tokens_equal,
             "remote_logprobs_max_abs_diff": self.logprobs_max_abs_diff,
         }

@@ -165,7 +165,7 @@ class Model:
         return answer
 
     def share(self, donor: str, consumer: str, text: str) -> Completion:
-        """Have `donor` compute the text; `consumer` copies all whole chunks and answers alike."""
+        """Have `donor` compute the text; `consumer` loads all whole chunks and answers alike."""
         cold = self.compute(donor, text)
         received = self.replicas()[consumer]["bytes_received"]
         hit = self.ask(consumer, text)

@@ -53,6 +53,7 @@ def test_hits_give_the_donors_answer_and_leave_no_copy(fleet: Fleet) -> None:
     assert [hit.tokens for hit in hits] == [one.tokens for one in cold]
     assert {hit.cached for hit in hits} == {CHUNKS * CHUNK}
     near = fleet.stats("near")
+    assert near["transport"] == IN_PLACE
     assert set(near["fetches"]["by_transport"]) == {IN_PLACE}
     assert near["pool"]["ready"] == kept
     assert until(lambda: fleet.stats("donor")["pool"]["pinned"] == 0, DEADLINE)

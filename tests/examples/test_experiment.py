@@ -38,7 +38,7 @@ def test_of_a_good_measurement_nothing_is_told() -> None:
         "local_hit_s": pytest.approx(0.3),
         "remote_hit_s": 0.2,
         "remote_cached_tokens": 896,
-        "bytes_moved": 7 * ROW,
+        "bytes_received": 7 * ROW,
         "remote_tokens_equal": True,
         "remote_logprobs_max_abs_diff": 0.0,
     }

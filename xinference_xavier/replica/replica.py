@@ -23,7 +23,6 @@ from xinference_xavier.config import XavierConfig
 from xinference_xavier.errors import NotSharing
 from xinference_xavier.limits import START_DEADLINE, TICK
 from xinference_xavier.options import TRANSPORTS
-from xinference_xavier.peers import SHARED_MEMORY
 from xinference_xavier.pool.window import Window
 from xinference_xavier.protocol.load import MAX_NEAR, Drain, Load, RequestReport
 from xinference_xavier.protocol.prefixes import Kept
@@ -132,9 +131,9 @@ class ReplicaActor(xoscar.StatelessActor):  # type: ignore[misc]  # xoscar has n
 
     async def stats(self) -> dict[str, Any]:
         stats = await self._replica.process.stats()
-        if self._replica.neighbours.linked_to:
-            links = stats["transport"] if stats.get("links") else ""
-            stats["transport"] = ", ".join(filter(None, (SHARED_MEMORY, links)))
+        if ways := {*self._replica.neighbours.linked_to.values()}:
+            links = [stats["transport"]] if stats.get("links") else []
+            stats["transport"] = ", ".join(sorted(ways) + links)
         return {**self._replica.stats(), **stats}
 
     async def explain(self, packed: bytes) -> dict[str, Any]:

@@ -38,16 +38,16 @@ def test_its_engines_schedule_as_engines_on_gpus_do(model: Model) -> None:
 
 
 def test_remote_hit_reuses_the_prompt_and_changes_nothing(model: Model) -> None:
-    """A remote hit moves bytes and has the tokens and log-probabilities of a local hit."""
+    """A remote hit has bytes from the peer, and the tokens and log-probabilities of a local hit."""
     donor, consumer = model.first, model.second
     before = model.replicas()
     remote = model.share(donor, consumer, question(100))
     whole = remote.prompt_tokens // CHUNK
 
     after = model.replicas()
-    moved = after[consumer]["bytes_received"] - before[consumer]["bytes_received"]
-    assert moved == whole * after[consumer]["pool"]["row_bytes"]
-    assert after[donor]["bytes_sent"] - before[donor]["bytes_sent"] == moved
+    received = after[consumer]["bytes_received"] - before[consumer]["bytes_received"]
+    assert received == whole * after[consumer]["pool"]["row_bytes"]
+    assert after[donor]["bytes_sent"] - before[donor]["bytes_sent"] == received
     peers = after[consumer]["hits"]["remote"] - before[consumer]["hits"]["remote"]
     assert peers == whole * CHUNK
     for replica, source in ((donor, "computed"), (consumer, "remote")):
