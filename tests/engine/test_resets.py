@@ -5,6 +5,7 @@ vLLM's own scheduler, with our connector and a pool.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from vllm.v1.engine.core import EngineCore
@@ -194,7 +195,9 @@ class TestWeightsInPlace:
     def test_a_call_that_only_reads_costs_nothing(self, engine: Engine) -> None:
         hold(engine)
         engine.core.model_executor.collective_rpc.return_value = ["of a worker"]
-        assert engine.core.compute_weight_checksums() == ["of a worker"]
+        name = "compute_weight_checksums"  # vLLM 0.31 has no method for it
+        read = getattr(engine.core, name, partial(engine.core.collective_rpc, name))
+        assert read() == ["of a worker"]
         assert ready(engine) == 2
 
     def test_their_name_is_that_of_the_namespace(self, engine: Engine) -> None:
