@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_offload.base import OffloadingManager
 from vllm.v1.request import RequestStatus
 
 from tests.engine.vllm_scheduler import Engine
@@ -124,7 +125,8 @@ def test_rows_of_jobs_from_before_are_free_when_a_step_that_computes_has_ended(
     engine: Engine,
 ) -> None:
     """All workers have begun it, and it begins with a flush. If every row were in quarantine, no
-    later job could begin."""
+    later job could begin. vLLM 0.33 says itself when its workers have ended all jobs."""
+    waiting = 0 if hasattr(OffloadingManager, "on_reset_flushed") else 2
     engine.ask("runs", PROMPT, tokens=100)
     while not engine.own.pool.counts().filling:
         engine.step()
@@ -132,10 +134,10 @@ def test_rows_of_jobs_from_before_are_free_when_a_step_that_computes_has_ended(
     assert under_way.total_num_scheduled_tokens
     assert not vllms_own(engine)
     engine.end_step(under_way)
-    assert engine.own.pool.counts().quarantined == 2, "it had begun before"
+    assert engine.own.pool.counts().quarantined == waiting, "it had begun before"
     engine.scheduler.finish_requests("runs", RequestStatus.FINISHED_ABORTED)
     assert not engine.step().total_num_scheduled_tokens
-    assert engine.own.pool.counts().quarantined == 2
+    assert engine.own.pool.counts().quarantined == waiting
     engine.ask("computes", PROMPT[:10], tokens=100)
     engine.step()
     counts = engine.own.pool.counts()

@@ -258,8 +258,12 @@ NOISES = [2**-9, 0.01, 0.03]
 """A step of bfloat16, what deep layers have of it, and more."""
 
 
+# vLLM 0.33 has Octave's types for ROCm alone, where we were never tried.
+CACHE_TYPES = [each for each in get_args(CacheDType) if not each.startswith("octave_")]
+
+
 class TestCacheTypes:
-    @pytest.mark.parametrize("cache_dtype", get_args(CacheDType))
+    @pytest.mark.parametrize("cache_dtype", CACHE_TYPES)
     def test_rounding_is_no_difference_and_other_weights_are(self, cache_dtype: str) -> None:
         kind = FORMATS[cache_dtype]
         noises = [noise for noise in NOISES if kind[0] is not torch.float32]
