@@ -134,7 +134,7 @@ MUTATIONS = (
         '        done, _ = wait(copying, return_when="FIRST_COMPLETED")\n'
         "        return sum(copied.result() for copied in done)\n",
         "a row is a hit while one of two threads still copies its blocks",
-        ("tests/engine/test_worker_side.py",),
+        ("tests/simulation/test_simulation.py",),
     ),
     Mutation(
         "engine/spec.py",
