@@ -92,13 +92,13 @@ class DonorSelection:
         start, end, _, keys, _ = reach
         fast = [donor for donor in donors if self._is_faster(donor, len(keys), start, end, now)]
         is_lent = self.adaptive and bool(fast) and fast[0].is_neighbour
-        is_long = bool(keys) and (is_lent or end - start >= self.min_tokens)
-        if is_long and (fast or not donors):
+        is_enough = bool(keys) and (is_lent or end - start >= self.min_tokens)
+        if is_enough and (fast or not donors):
             fast = fast[: self._count_donors(fast, len(keys), busy)]
             return FetchPlan(fast, keys, self.prefill_seconds(start, end))
         if self._peers.disk in donors:  # peers may have less, but faster
             return self.plan(request, deadline, now, without=DISK_BIT)
-        if is_long:
+        if is_enough:
             self._cost_model.decisions.computed += not request.counted.declined
             request.counted.declined = True
         return self._trial(groups, now)

@@ -169,7 +169,6 @@ class Request:
         self.prefix_tokens = prefix_tokens
         self.reuses, self.stale = reuses, reuses and stale
         self.counted.prompt = False
-        self.see_adapter()
         self._groups = None  # it may have more keys than at the last time
         self.resume_lookup()
 
